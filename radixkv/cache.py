@@ -12,7 +12,7 @@ from radixkv.policy import make_policy
 from radixkv.pool import BlockPool
 from radixkv.stats import Explanation, Stats
 from radixkv.tokens import TOKEN_BYTES, Tokens, check_range, check_token, common_units, pack, unpack_token
-from radixkv.tree import NO_NODE, Name, Policy, RadixTree, shown_name, typed_name
+from radixkv.tree import NO_NODE, Policy, RadixTree, shown_name, typed_name
 
 _MAX_BLOCKS = 2**31 - 1  # block ids are int32
 _MAX_BLOCK_SIZE = 2**20
@@ -60,7 +60,7 @@ class Request:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens whose KV was there when the request began: prefill starts behind them. A multiple of the block size."""
+        """Tokens whose KV was there when the request began, whole blocks: prefill starts behind them."""
         return self._num_cached
 
     @property
@@ -151,7 +151,7 @@ class PrefixCache:
 
     @property
     def num_private_blocks(self) -> int:
-        """Blocks of running requests that nobody else can match: not committed, partly filled, or cached before a reset."""
+        """Blocks of running requests that nobody can match: not committed, partly filled, or from before a reset."""
         return self._num_blocks - len(self._pool) - self._tree.num_blocks
 
     @property
@@ -308,8 +308,7 @@ class PrefixCache:
             request._num_tokens = num_tokens + 1
             return
         if hasattr(tokens, "__index__") and not getattr(tokens, "ndim", 0):  # bool, a numpy or torch scalar
-            check_token(tokens, num_tokens)
-            return self.append(request, int(tokens))
+            return self.append(request, check_token(tokens, num_tokens))
         packed = pack(tokens)
         check_range(packed)
         num_tokens += len(packed) // TOKEN_BYTES
@@ -480,9 +479,7 @@ class PrefixCache:
         shared = array("i")
         if request._node != NO_NODE:
             shared = self._tree.blocks_of(self._tree.path_to(request._node), 0)
-        assert len(shared) == published // size, (
-            f"{request!r}: published {published}, its node ends at {len(shared)} blocks"
-        )
+        assert len(shared) == published // size, f"{request!r}: published {published}, but {len(shared)} blocks"
         own = array("i", [block for block, cached in zip(table, shared, strict=False) if block != cached])
         assert own == request._duplicates, f"{request!r}: keeps {own} beside cached blocks, not {request._duplicates}"
         return own + table[len(shared) :]
@@ -516,8 +513,8 @@ class PrefixCache:
     def __repr__(self) -> str:
         return (
             f"PrefixCache(num_blocks={self._num_blocks}, block_size={self._block_size}, free={self.num_free_blocks}, "
-            f"cached={self.num_cached_blocks}, evictable={self.num_evictable_blocks}, private={self.num_private_blocks}, "
-            f"running={len(self._running)})"
+            f"cached={self.num_cached_blocks}, evictable={self.num_evictable_blocks}, "
+            f"private={self.num_private_blocks}, running={len(self._running)})"
         )
 
 

@@ -2,7 +2,7 @@
 
 
 class OutOfBlocksError(RuntimeError):
-    """The pool cannot give the blocks a call needs, even if every evictable block went. The cache is as before the call.
+    """The pool cannot give the blocks that a call needs, even if every evictable one went; nothing has changed.
 
     What helps: free or preempt a running request, then try again. All counts are in blocks.
     """

@@ -15,7 +15,7 @@ Place: TypeAlias = Hashable
 
 
 class EvictedPrefixes:
-    """The last `max_runs` evicted runs, `max_tokens` tokens in all at most; the oldest record goes first. Not thread-safe."""
+    """The last `max_runs` evicted runs, `max_tokens` tokens in all at most; the oldest go first. Not thread-safe."""
 
     __slots__ = ("_max_bytes", "_max_runs", "_num_bytes", "_records", "_width")
 

@@ -3,6 +3,7 @@
 Packed tokens are compared, sliced and hashed at C speed, and copied without a Python int a token.
 """
 
+import operator
 import struct
 import sys
 from array import array
@@ -65,12 +66,13 @@ def check_range(packed: bytes, start: int = 0) -> None:
         raise ValueError(f"token {unpack_token(packed, position)} at position {position} is outside [0, 2^31)")
 
 
-def check_token(token: int, position: int) -> None:
-    """One token id is an int in [0, 2^31). Raises: TypeError or ValueError with the value and its position."""
+def check_token(token: Any, position: int) -> int:
+    """One token id as an int in [0, 2^31). Raises: TypeError or ValueError with the value and its position."""
     if isinstance(token, bool) or not hasattr(token, "__index__"):
         raise TypeError(f"token {token!r} at position {position} is a {type(token).__name__}, not an int")
     if not 0 <= token < _LIMIT:
         raise ValueError(f"token {token} at position {position} is outside [0, 2^31)")
+    return operator.index(token)
 
 
 def unpack_token(packed: bytes, position: int) -> int:

@@ -21,7 +21,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from heapq import heapify, heapreplace
 from typing import Any, NoReturn, TypeAlias
 
@@ -67,23 +67,24 @@ class TokenRequest:
         return len(self.output_tokens) // TOKEN_BYTES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Trace:
     name: str  # the file, as it was named
+    _: KW_ONLY
     block_size: int  # tokens
     num_blocks: int  # distinct ones
     num_skipped: int = 0  # lines
     skipped: list[TraceError] = field(default_factory=list)  # why, of the first few
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class IdTrace(_Trace):
     """Requests in the order they came. Invariant: their ids are dense, [0, num_blocks)."""
 
     requests: list[IdRequest]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TokenTrace(_Trace):
     """Requests in the order they came; `num_blocks` counts whole blocks, of prompts and outputs."""
 
@@ -107,7 +108,7 @@ def read_trace(
 
     `limit`: the first so many requests. `block_size`: tokens; else the file's own, else for ids what explains their
     number and `input_length`, for tokens 16. `skip_bad`: leave bad lines out, and count them in the trace.
-    `concurrency` and `seed` merge session files, see `merge_sessions`.
+    `concurrency` and `seed` merge session files, see `_merge`.
 
     Ids that are not dense are numbered anew; consecutive ones stay so. Cost: about 5 us a line and 0.1 us an id or
     3 us a run; memory by lines and runs, not by blocks.
@@ -144,76 +145,24 @@ def read_trace(
     except OSError as error:
         raise TraceError(name, 0, error.strerror or str(error)) from None
 
-    requests = merge_sessions(lines.sessions, concurrency, seed=seed) if lines.sessions else lines.requests
+    requests = _merge(lines.sessions, concurrency, seed) if lines.sessions else lines.requests
     requests = requests[:limit]
     if lines.token_requests:
         size = block_size or DEFAULT_BLOCK_SIZE
+        num_blocks = count_blocks(lines.token_requests, size)
         return TokenTrace(
-            name=name,
-            block_size=size,
-            num_blocks=count_blocks(lines.token_requests, size),
-            num_skipped=num_skipped,
-            skipped=skipped,
-            requests=lines.token_requests,
+            name, lines.token_requests, block_size=size, num_blocks=num_blocks, num_skipped=num_skipped, skipped=skipped
         )
     if not requests:
-        why = f"all that is in it was skipped; {skipped[0]}" if skipped else "there is no request in it"
+        why = f"nothing is left but what was skipped, first: {skipped[0]}" if skipped else "there is no request in it"
         raise TraceError(name, 0, why)
     size = lines.block_size or _infer_block_size(requests)
     if not size:
         raise TraceError(name, 0, "block_size: not given, and no size explains input_length and the number of ids")
     dense, num_blocks = _densify(requests)
     if num_blocks >= _INT32_END:
-        raise TraceError(name, 0, f"more than 2^31 - 1 distinct blocks: {num_blocks}")
-    return IdTrace(
-        name=name,
-        block_size=size,
-        num_blocks=num_blocks,
-        num_skipped=num_skipped,
-        skipped=skipped,
-        requests=dense,
-    )
-
-
-@dataclass(slots=True)
-class FileRequest:
-    """A request with ids as its file has them; `runs` are half open."""
-
-    time: float  # s
-    num_prompt_tokens: int
-    num_output_tokens: int
-    runs: list[tuple[int, int]]
-
-
-@dataclass(slots=True)
-class Session:
-    """Requests of one client, times from its first one on; it lasts until its last answer."""
-
-    requests: list[FileRequest]
-    seconds: float
-
-
-def merge_sessions(sessions: list[Session], concurrency: int, *, seed: int = 0) -> list[FileRequest]:
-    """All sessions as one stream: `concurrency` slots, each starts the next session when its former one is over.
-
-    Sessions come in shuffled order; the slots start at times spread evenly at random over the mean session. Times
-    inside a session stay as they are.
-    """
-    rng = random.Random(seed)
-    order = sessions[:]
-    rng.shuffle(order)
-    mean = sum(session.seconds for session in order) / len(order)
-    slots = [rng.uniform(0, mean) for _ in range(concurrency)]  # when each is free
-    heapify(slots)
-    merged = []
-    for session in order:
-        start = slots[0]
-        heapreplace(slots, start + session.seconds)
-        for request in session.requests:
-            request.time += start
-            merged.append(request)
-    merged.sort(key=lambda request: request.time)
-    return merged
+        raise TraceError(name, 0, f"{num_blocks} distinct blocks, the bound is 2^31")
+    return IdTrace(name, dense, block_size=size, num_blocks=num_blocks, num_skipped=num_skipped, skipped=skipped)
 
 
 def count_blocks(requests: Iterable[TokenRequest], block_size: int) -> int:
@@ -233,13 +182,31 @@ class _BadLine(Exception):
     """What is wrong with a line, and in which field."""
 
 
+@dataclass(slots=True)
+class _FileRequest:
+    """A request with ids as its file has them; `runs` are half open."""
+
+    time: float  # s
+    num_prompt_tokens: int
+    num_output_tokens: int
+    runs: list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class _Session:
+    """Requests of one client, times from its first one on; it lasts until its last answer."""
+
+    requests: list[_FileRequest]
+    seconds: float
+
+
 class _Lines:
     """What the good lines of a file have told so far. A bad one changes nothing."""
 
     def __init__(self, block_size: int | None) -> None:
         self.block_size = block_size
-        self.requests: list[FileRequest] = []
-        self.sessions: list[Session] = []
+        self.requests: list[_FileRequest] = []
+        self.sessions: list[_Session] = []
         self.token_requests: list[TokenRequest] = []
         self._format = ""
         self._fields: set[str] = set()  # of those that may be left out, the ones that the first line has
@@ -295,16 +262,17 @@ class _Lines:
         items = _get(record, "requests")
         if type(items) is not list:
             raise _BadLine(f"requests: must be a list, got {_short(items)}")
-        requests: list[FileRequest] = []
-        end = 0.0
+        requests: list[_FileRequest] = []
+        end = 0.0  # of the last answer
         for index, item in enumerate(items):
             where = f"requests[{index}]."
             if type(item) is not dict:
                 raise _BadLine(f"{where[:-1]}: must be an object, got {_short(item)}")
             time = _number(item, "t", where)
-            end = max(end, time + (_number(item, "api", where) if "api" in item else 0.0)) if requests else time
-            num_prompt_tokens, num_output_tokens = _int(item, "in", where), _int(item, "out", where)
-            requests.append(FileRequest(time, num_prompt_tokens, num_output_tokens, _runs(item, "h", where)))
+            answered = time + (_number(item, "api", where) if "api" in item else 0.0)
+            end = max(end, answered) if requests else answered
+            sizes = _int(item, "in", where), _int(item, "out", where)
+            requests.append(_FileRequest(time, *sizes, _runs(item, "h", where)))
         if not requests:
             return
         start = min(request.time for request in requests)
@@ -313,7 +281,7 @@ class _Lines:
             request.time -= start
             request.runs = [(first + offset, end + offset) for first, end in request.runs]
             self._first_free_id = max([self._first_free_id, *(end for _, end in request.runs)])
-        self.sessions.append(Session(requests, end - start))
+        self.sessions.append(_Session(requests, end - start))
 
     def _add_tokens(self, record: dict[str, Any]) -> None:
         tokens = _ints(record, "tokens", end=_INT32_END)
@@ -366,9 +334,9 @@ def _decode(line: bytes) -> dict[str, Any]:
     return record
 
 
-def _id_request(record: dict[str, Any]) -> FileRequest:
+def _id_request(record: dict[str, Any]) -> _FileRequest:
     """All but the runs."""
-    return FileRequest(
+    return _FileRequest(
         _number(record, "timestamp") / 1000 if "timestamp" in record else 0.0,
         _int(record, "input_length"),
         _int(record, "output_length") if "output_length" in record else 0,
@@ -440,7 +408,30 @@ def _as_runs(ids: list[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _infer_block_size(requests: list[FileRequest]) -> int:
+def _merge(sessions: list[_Session], concurrency: int, seed: int) -> list[_FileRequest]:
+    """All sessions as one stream: `concurrency` slots, each starts the next session when its former one is over.
+
+    Sessions come in shuffled order; the slots start at times spread evenly at random over the mean session. Times
+    inside a session stay as they are.
+    """
+    rng = random.Random(seed)
+    order = sessions[:]
+    rng.shuffle(order)
+    mean = sum(session.seconds for session in order) / len(order)
+    slots = [rng.uniform(0, mean) for _ in range(concurrency)]  # when each is free
+    heapify(slots)
+    merged = []
+    for session in order:
+        start = slots[0]
+        heapreplace(slots, start + session.seconds)
+        for request in session.requests:
+            request.time += start
+            merged.append(request)
+    merged.sort(key=lambda request: request.time)
+    return merged
+
+
+def _infer_block_size(requests: list[_FileRequest]) -> int:
     """The block size, a power of two if any is, of which every prompt fills its blocks but for the last; 0 if none."""
     least, most = 1, _INT32_END
     for request in requests:
@@ -453,7 +444,7 @@ def _infer_block_size(requests: list[FileRequest]) -> int:
     return power if power <= most else least if least <= most else 0
 
 
-def _densify(requests: list[FileRequest]) -> tuple[list[IdRequest], int]:
+def _densify(requests: list[_FileRequest]) -> tuple[list[IdRequest], int]:
     """Number all ids [0, n) in their order, so that consecutive ones stay so; returns n too. O(runs x log runs)."""
     starts: list[int] = []  # of the stretches of ids that are in use
     bases: list[int] = []  # their new numbers

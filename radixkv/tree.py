@@ -128,7 +128,7 @@ class RadixTree:
             path.append(child)
             edge = edges[child]
             stop = pos + len(edge)
-            if stop <= end and key.startswith(edge, pos):  # type: ignore[arg-type]
+            if stop <= end and key.startswith(edge, pos):
                 pos, node = stop, child
                 continue
             part = min(common_units(key, pos, edge, width), (end - pos) // width)
@@ -246,10 +246,10 @@ class RadixTree:
         return lower, blocks
 
     def insert(self, node: int, edge: bytearray, blocks: "array[int]") -> int:
-        """Cache `edge` in `blocks` after `node`, where a request holds and nothing of it is cached; move the hold there.
+        """Cache `edge` in `blocks` after `node`, which a request holds, and move its hold to the end.
 
-        Keeps `edge`. A leaf that only this request holds is extended in place, so that a session that grows turn by
-        turn stays one node: O(len(edge)) amortised.
+        None of `edge` is cached yet; it is kept. A leaf that only this request holds is extended in place, so that a
+        session that grows turn by turn stays one node: O(len(edge)) amortised.
         """
         self.num_blocks += len(blocks)
         family = self._children.get(node)
@@ -375,9 +375,8 @@ class RadixTree:
                 held = f", held by {self._holds[node]}" if self._holds[node] else ""
                 end = start + len(blocks) * size
                 branch, below = ("└── ", "    ") if node in last else ("├── ", "│   ")
-                yield (
-                    f"{indent}{branch}tokens [{start}, {end}): {_short(tokens.tolist())} in blocks {_short(blocks)}{held}"
-                )
+                text = f"tokens [{start}, {end}): {_short(tokens.tolist())} in blocks {_short(blocks)}{held}"
+                yield indent + branch + text
                 family = list(reversed(self._children.get(node, {}).values()))
                 last.update(family[:1])
                 stack += [(child, indent + below, end) for child in family]
@@ -411,9 +410,7 @@ class RadixTree:
                 family = self._children.get(node)
                 assert family is None or family, f"{where} has an empty family"
                 self._check_holds(node, holds, where)
-                assert not edge[TOKEN_BYTES - 1 :: TOKEN_BYTES].strip(bytes(range(128))), (
-                    f"{where} has a token over 2^31"
-                )
+                assert edge[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii(), f"{where} has a token outside [0, 2^31)"
                 owned.frombytes(blocks)
                 if root not in live:
                     assert self._holds[node], f"{where} is detached and held by nobody"
@@ -546,9 +543,9 @@ def typed_name(namespace: Hashable) -> Name:
 
 def shown_name(name: Name) -> Hashable:
     """The namespace of a `typed_name`."""
-    if name is None:
-        return None
-    kind, value = name  # type: ignore[misc]
+    if not isinstance(name, tuple):
+        return name  # None
+    kind, value = name
     return tuple(shown_name(part) for part in value) if kind is tuple else value
 
 
