@@ -64,6 +64,15 @@ def replay(
     return Row(name, capacity, *counts, seconds=time.perf_counter() - started)
 
 
+def default_capacities(num_blocks: int) -> list[int | None]:
+    """What to try on a trace of so many distinct blocks: 0.3 to 30 % of them in round numbers, and no bound."""
+    capacities = set()
+    for parts in (300, 100, 30, 10, 3):
+        exact = max(1, num_blocks // parts)
+        capacities.add(round(exact, 1 - len(str(exact))))  # to one digit
+    return [*sorted(capacities), None]
+
+
 def _replay_ids(
     trace: IdTrace, capacity: int | None, policy: str | Policy, progress: Progress | None
 ) -> tuple[int, int, int, int]:
@@ -91,7 +100,9 @@ def _replay_tokens(
 ) -> tuple[int, int, int, int]:
     """As an engine does: at least one token is prefilled, and the last token of the answer never has KV."""
     block_size = trace.block_size
-    longest = max(-(-(request.num_prompt_tokens + request.num_output_tokens) // block_size) for request in trace.requests)
+    longest = max(
+        -(-(request.num_prompt_tokens + request.num_output_tokens) // block_size) for request in trace.requests
+    )
     num_blocks = _at_most(capacity, trace.num_blocks + longest)  # all that is cached, and the blocks of one request
     cache = PrefixCache(num_blocks, block_size, policy=policy)
     room = num_blocks * block_size * TOKEN_BYTES
@@ -116,7 +127,9 @@ def _at_most(capacity: int | None, num_needed: int) -> int:
 
 def _packed_ids(request: IdRequest) -> bytes:
     runs = request.runs
-    return b"".join(np.arange(start, end, dtype="<i4").tobytes() for start, end in zip(runs[::2], runs[1::2]))
+    return b"".join(
+        np.arange(start, end, dtype="<i4").tobytes() for start, end in zip(runs[::2], runs[1::2], strict=True)
+    )
 
 
 def _watched(requests: list[_Request], progress: Progress | None) -> Iterator[_Request]:

@@ -41,12 +41,40 @@ def synthetic_trace(
     """The first `num_requests` requests of the workload of a seed, in order of time. About 50 us a request."""
     rng = random.Random(seed)
     system_prompts = {
-        kind: [_tokens(rng, rng.randint(*kind.system_tokens)) for _ in range(kind.num_system_prompts)] for kind in _KINDS
+        kind: [_tokens(rng, rng.randint(*kind.system_tokens)) for _ in range(kind.num_system_prompts)]
+        for kind in _KINDS
     }
     requests: list[TokenRequest] = []
+    # (time, number, kind, what the next prompt begins with, turns left after it); the number settles ties
+    turns: list[tuple[float, int, _Kind, bytes, int]] = []
     arrival = 0.0
-    # (time, number, kind, what the session's next prompt begins with, turns left); the number settles ties
-    waiting: list[tuple[float, int, _Kind, bytes, int]] = []
-    num_sessions = num_turns = 0
+    num_sessions = 0
     while len(requests) < num_requests:
-        ...
+        if not turns or arrival <= turns[0][0]:
+            kind = rng.choices(_KINDS, [kind.share for kind in _KINDS])[0]
+            choices = system_prompts[kind]
+            prefix = rng.choices(choices, [1 / rank for rank in range(1, len(choices) + 1)])[0]
+            heappush(turns, (arrival, num_sessions, kind, prefix, round(rng.expovariate(1) * (kind.turns - 1))))
+            arrival += rng.expovariate(1 / _SECONDS_BETWEEN_SESSIONS)
+            num_sessions += 1
+            continue
+        now, number, kind, prefix, turns_left = heappop(turns)
+        tokens = prefix + _tokens(rng, _length(rng, kind.message_tokens))
+        answer = _tokens(rng, _length(rng, kind.answer_tokens))
+        request = TokenRequest(now, tokens, answer)
+        requests.append(request)
+        if turns_left:
+            pause = request.num_output_tokens / _ANSWER_TOKENS_PER_SECOND + rng.expovariate(1 / kind.think_seconds)
+            heappush(turns, (now + pause, number, kind, tokens + answer, turns_left - 1))
+    return TokenTrace("synthetic", requests, block_size=block_size, num_blocks=count_blocks(requests, block_size))
+
+
+def _length(rng: random.Random, mean: float) -> int:
+    """Log-normal, as lengths of messages are."""
+    spread = 0.8
+    return max(1, round(rng.lognormvariate(math.log(mean) - spread**2 / 2, spread)))
+
+
+def _tokens(rng: random.Random, num: int) -> bytes:
+    """Packed tokens of a vocabulary of 2^16."""
+    return np.frombuffer(rng.randbytes(2 * num), "<u2").astype("<i4").tobytes()

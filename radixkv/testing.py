@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -218,6 +218,11 @@ class Model:
 
 # The state machine
 
+_PROMPTS: Any = st.runner().flatmap(lambda machine: machine._draw_prompts())
+_TOKENS: Any = st.runner().flatmap(lambda machine: machine._draw_tokens())
+_FORMS: Any = st.runner().flatmap(lambda machine: st.sampled_from(machine.token_forms))
+_NAMESPACES: Any = st.runner().flatmap(lambda machine: st.sampled_from(machine.namespaces))
+
 
 class PrefixCacheMachine(RuleBasedStateMachine):
     """Random lives of requests on a cache, step by step compared with the model. Subclass it, define `make`.
@@ -254,3 +259,518 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def make(self, num_blocks: int, block_size: int) -> CacheUnderTest:
         """A new, empty cache."""
         raise NotImplementedError(f"{type(self).__name__} must define make(num_blocks, block_size)")
+
+    # Rules
+
+    @initialize(
+        num_blocks=st.runner().flatmap(lambda machine: st.integers(1, machine.max_blocks)),
+        block_size=st.runner().flatmap(lambda machine: st.sampled_from(machine.block_sizes)),
+    )
+    def start(self, num_blocks: int, block_size: int) -> None:
+        self.cache = self.make(num_blocks, block_size)
+        self.model = Model(num_blocks, block_size)
+        self._options = inspect.signature(self.cache.allocate).parameters
+        self._earlier: list[tuple[Hashable, Tokens]] = []
+        self._namespaces: dict[str, Hashable] = {}
+        self._num_named = 0
+        self._num_handed_out = 0
+        self._has_duplicates = False
+        self._exact = True  # whether model.cached is what is cached; else it is what may be cached
+
+    @rule(
+        target=requests,
+        tokens=_PROMPTS,
+        namespace=_NAMESPACES,
+        form=_FORMS,
+        min_prefill=st.sampled_from((1, 0, 2, 5)),
+        cacheable=st.sampled_from((True, True, True, False)),
+        priority=st.integers(0, 2),
+    )
+    def allocate(
+        self, tokens: Tokens, namespace: Hashable, form: str, min_prefill: int, cacheable: bool, priority: int
+    ) -> Running | MultipleResults[Running]:
+        options = {"min_prefill_tokens": min_prefill, "cacheable": cacheable, "priority": priority}
+        return self._named(self._allocate(tokens, namespace, form, options))
+
+    @rule(tokens=_PROMPTS, namespace=_NAMESPACES, form=_FORMS)
+    def serve(self, tokens: Tokens, namespace: Hashable, form: str) -> None:
+        """A whole life in one step: it is what fills a cache."""
+        request = self._allocate(tokens, namespace, form, {})
+        if request:
+            self._commit(request, len(tokens))
+            self._free(request)
+
+    @rule(request=requests, share=st.integers(0, 4))
+    def commit(self, request: Running, share: int) -> None:
+        """Commits all that is left, or 1/4, 2/4, 3/4 of it, or nothing new."""
+        left = len(request.tokens) - request.num_committed
+        self._commit(request, request.num_committed + left * (4 - share) // 4)
+
+    @precondition(lambda self: hasattr(self.cache, "append"))
+    @rule(request=requests, tokens=_TOKENS, form=_FORMS)
+    def append(self, request: Running, tokens: Tokens, form: str) -> None:
+        self._append(request, tokens, form)
+
+    @precondition(lambda self: hasattr(self.cache, "truncate"))
+    @rule(request=requests, num_dropped=st.integers(0, 9))
+    def truncate(self, request: Running, num_dropped: int) -> None:
+        fewest = max(1, request.num_shared * self.model.block_size)
+        self._truncate(request, max(fewest, len(request.tokens) - num_dropped))
+
+    @precondition(lambda self: hasattr(self.cache, "fork"))
+    @rule(target=requests, request=requests)
+    def fork(self, request: Running) -> Running | MultipleResults[Running]:
+        return self._named(self._fork(request))
+
+    @rule(target=ended, request=consumes(requests))
+    def free(self, request: Running) -> Running:
+        self._free(request)
+        return request
+
+    @rule(target=requests, request=consumes(requests), form=_FORMS)
+    def preempt(self, request: Running, form: str) -> Running | MultipleResults[Running]:
+        """Frees the request and allocates it again, with what it has generated."""
+        self._free(request)
+        options = {"cacheable": request.cacheable, "resumed": True}
+        return self._named(self._allocate(request.tokens, request.namespace, form, options))
+
+    @precondition(lambda self: hasattr(self.cache, "match"))
+    @rule(tokens=_PROMPTS, namespace=_NAMESPACES, form=_FORMS)
+    def match(self, tokens: Tokens, namespace: Hashable, form: str) -> None:
+        buffer = TOKEN_FORMS[form](tokens)
+        self._check_match(tokens, namespace if "namespace" in self._options else None, buffer)
+        overwrite(buffer)
+
+    @precondition(lambda self: hasattr(self.cache, "evict"))
+    @rule(num=st.integers(1, 4))
+    def evict(self, num: int) -> None:
+        self._evict(num)
+
+    @precondition(lambda self: hasattr(self.cache, "clear"))
+    @rule(namespace=_NAMESPACES)
+    def clear(self, namespace: Hashable) -> None:
+        self.cache.clear(namespace)
+        self.model.clear(namespace)
+
+    @precondition(lambda self: hasattr(self.cache, "reset"))
+    @rule()
+    def reset(self) -> None:
+        self.cache.reset()
+        self.model.reset()
+
+    @precondition(lambda self: self.rejects_misuse)
+    @rule(request=ended, call=st.sampled_from(("commit", "append", "truncate", "fork", "free")))
+    def misuse_ended_request(self, request: Running, call: str) -> None:
+        self._check_rejected(f"{call} of {request}, which was freed,", call, request.handle)
+
+    @precondition(lambda self: self.rejects_misuse)
+    @rule(call=st.sampled_from(("commit", "append", "truncate", "fork", "free")))
+    def misuse_foreign_request(self, call: str) -> None:
+        foreign: Any = self.make(self.model.num_blocks, self.model.block_size).allocate([0])
+        self._check_rejected(f"{call} of another cache's request", call, foreign)
+
+    @precondition(lambda self: self.rejects_misuse)
+    @rule(request=requests)
+    def misuse_bounds(self, request: Running) -> None:
+        num_tokens = len(request.tokens)
+        num_shared_tokens = request.num_shared * self.model.block_size
+        self._check_rejected(
+            f"commit of {num_tokens + 1} tokens of {request}", "commit", request.handle, num_tokens + 1
+        )
+        self._check_rejected(f"truncate of {request} to {num_tokens + 1}", "truncate", request.handle, num_tokens + 1)
+        if num_shared_tokens and self.model.is_current(request):
+            what = f"truncate of {request} below the {num_shared_tokens} tokens that others can match"
+            self._check_rejected(what, "truncate", request.handle, num_shared_tokens - 1)
+        self._check_rejected("allocate of no tokens", "allocate", [])
+
+    # After every step
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        self._check_requests()
+        self._check_blocks()
+        self._check_counts()
+        self._check_matches()
+        self._check_stats()
+        if hasattr(self.cache, "check"):
+            self.cache.check()
+
+    def teardown(self) -> None:
+        """When all requests are freed, every block can be had again."""
+        if sys.exc_info()[0] is not None or not hasattr(self, "model"):
+            return  # the failure that ends the run is the one to report
+        for request in list(self.model.running):
+            self._free(request)
+        num_blocks, tokens = self.model.num_blocks, [2] * (self.model.num_blocks * self.model.block_size)
+        try:
+            table = list(self.cache.allocate(tokens).block_table)
+        except OutOfBlocksError as error:
+            raise AssertionError(
+                f"blocks leaked: no request runs, but a prompt of {num_blocks} blocks fails: {error}"
+            ) from error
+        assert len(set(table)) == num_blocks, f"block in two hands: a table of {num_blocks} blocks is {table}"
+
+    def _check_requests(self) -> None:
+        for request in self.model.running:
+            handle, num_tokens = request.handle, len(request.tokens)
+            table = list(handle.block_table)
+            assert table == request.table, f"table changed: that of {request} was {request.table}, and is {table} now"
+            for name, expected in (("num_tokens", num_tokens), ("num_committed_tokens", request.num_committed)):
+                value = getattr(handle, name, expected)
+                assert value == expected, f"wrong count: {name} of {request} is {value}, it should be {expected}"
+
+    def _check_blocks(self) -> None:
+        model = self.model
+        users: dict[int, tuple[Running, int]] = {}
+        for request in model.running:
+            for i, block in enumerate(request.table):
+                held, needed = model.content.get(block), model.prefix(request.space, request.tokens, i)
+                assert held == needed, (
+                    f"wrong KV: block {block}, at position {i} of the table of {request}, holds the KV of "
+                    f"{_shown(held)}, but {request} needs that of {_shown(needed)}"
+                )
+                other, at = users.setdefault(block, (request, i))
+                assert other is request or i < min(request.num_shared, other.num_shared), (
+                    f"block in two hands: {request} and {other} both use block {block}, at positions {i} and {at}, and "
+                    f"only their first {request.num_shared} and {other.num_shared} blocks may be shared"
+                )
+
+    def _check_counts(self) -> None:
+        if not self._exact:
+            return
+        expected = self.model.counts()
+        counts = {name: getattr(self.cache, name) for name in expected if hasattr(self.cache, name)}
+        for name, value in counts.items():
+            assert value == expected[name], (
+                f"wrong count: {name} is {value}, it should be {expected[name]}; of {self.model.num_blocks} blocks the "
+                f"cache has {counts} and should have {expected}"
+            )
+
+    def _check_matches(self) -> None:
+        if hasattr(self.cache, "match"):
+            for namespace, tokens in self._earlier:
+                self._check_match(tokens, namespace, list(tokens))
+
+    def _check_stats(self) -> None:
+        stats = getattr(self.cache, "stats", None)
+        for name, expected in self.model.stats.items():
+            value = getattr(stats, name, expected)
+            assert value == expected, f"wrong counter: stats.{name} is {value}, it should be {expected}"
+
+    # Calls, each compared with what the model says about it
+
+    def _allocate(self, tokens: Tokens, namespace: Hashable, form: str, options: dict[str, Any]) -> Running | None:
+        model = self.model
+        options = {name: value for name, value in ({"namespace": namespace} | options).items() if name in self._options}
+        namespace, cacheable = options.get("namespace"), options.get("cacheable", True)
+        least = options.get("min_prefill_tokens", self.min_prefill_tokens)
+        space = model.space(namespace)
+        cap = max(len(tokens) - least, 0) // model.block_size if cacheable else 0
+        low, high = (min(bound, cap) for bound in self._bounds(space, tokens))
+        used, num_free = model.used(), model.counts()["num_free_blocks"]
+        hits = {model.cached[model.prefix(space, tokens, i)] for i in range(low)}
+        num_needed = model.num_blocks_for(len(tokens)) - len(hits & used) * (not self._has_duplicates)
+        what = f"allocate({list(tokens)}{_listed(options)})"
+        buffer = TOKEN_FORMS[form](tokens)
+        handle = self._attempt(what, num_needed, lambda: self.cache.allocate(buffer, **options))
+        overwrite(buffer)
+        self._remember(namespace, tokens)
+        if handle is None:
+            return None
+
+        num_cached = handle.num_cached_tokens
+        assert num_cached == 0 or len(tokens) - num_cached >= least, (
+            f"no token left to prefill: {what} says that {num_cached} of {len(tokens)} tokens are cached, and leaves "
+            f"{len(tokens) - num_cached}; at least {least} must be left, for their logits"
+        )
+        num_hit, rest = divmod(num_cached, model.block_size)
+        assert rest == 0, f"wrong hit: {what} says {num_cached} tokens, which is not in blocks of {model.block_size}"
+        self._check_hit(what, num_hit, low, high)
+        table = list(handle.block_table)
+        for i in range(num_hit):
+            prefix = model.prefix(space, tokens, i)
+            assert model.content.get(table[i]) == prefix, (
+                f"wrong KV: {what} hits block {table[i]} at position {i} of its table, which holds the KV of "
+                f"{_shown(model.content.get(table[i]))}, not of {_shown(prefix)}"
+            )
+            model.cached[prefix] = table[i]
+        request = Running(handle, namespace, space, tokens, table, num_hit, num_cached, cacheable)
+        model.running.append(request)
+        self._check_taken(what, request, table[num_hit:], used, num_free)
+        model.write(request, num_cached)
+        kind = "resumed_" if options.get("resumed") else ""
+        for name, count in (("lookups", 1), ("prompt_tokens", len(tokens)), ("hit_tokens", num_cached)):
+            model.stats[kind + name] += count * (cacheable or bool(kind))
+        return request
+
+    def _commit(self, request: Running, num_tokens: int) -> None:
+        model, before = self.model, request.table
+        what = f"commit({request}, {num_tokens})"
+        result = self.cache.commit(request.handle, num_tokens)
+        table = request.table = list(request.handle.block_table)
+        assert len(table) == len(before), f"table changed: {what} made {table} of {before}"
+        request.num_committed = num_tokens
+        num_whole = num_tokens // model.block_size if request.cacheable and model.is_current(request) else 0
+        for i, (own, block) in enumerate(zip(before, table, strict=True)):
+            prefix = model.prefix(request.space, request.tokens, i)
+            cached = model.cached.setdefault(prefix, own) if request.num_shared <= i < num_whole else own
+            if cached == own:
+                allowed = {own}
+            elif self.swaps_duplicates is None or not self._exact:
+                allowed = {own, cached}
+            else:
+                allowed = {cached if self.swaps_duplicates else own}
+            assert block in allowed, (
+                f"table changed: {what} made {table} of {before}; position {i} should be {' or '.join(map(str, allowed))}"
+            )
+            if cached != own and block == own:
+                self._has_duplicates = True
+                if not self._exact:
+                    model.cached[prefix] = own
+            model.stats["duplicates_freed"] += block != own
+        request.num_shared = max(request.num_shared, num_whole)
+        changed = [i for i in range(len(table)) if table[i] != before[i]]
+        if isinstance(result, range):
+            assert list(result) == changed, (
+                f"wrong range: {what} made {table} of {before}, but says that {result} changed"
+            )
+
+    def _append(self, request: Running, more: Tokens, form: str) -> None:
+        model = self.model
+        start, table = len(request.tokens), request.table
+        num_new = model.num_blocks_for(start + len(more)) - len(table)
+        used, num_free = model.used(), model.counts()["num_free_blocks"]
+        what = f"append({request}, {list(more)})"
+        is_int = self.appends_int and len(more) == 1 and form == self.token_forms[0]
+        buffer = more[0] if is_int else TOKEN_FORMS[form](more)
+        result = self._attempt(what, num_new, lambda: (self.cache.append(request.handle, buffer),))
+        overwrite(buffer)
+        if result is None:
+            return
+        request.tokens += more
+        request.table = list(request.handle.block_table)
+        assert request.table[: len(table)] == table, f"table changed: {what} made {request.table} of {table}"
+        self._check_taken(what, request, request.table[len(table) :], used, num_free)
+        model.write(request, start)
+        self._remember(request.namespace, request.tokens)
+
+    def _truncate(self, request: Running, num_tokens: int) -> None:
+        model = self.model
+        expected = request.table[: model.num_blocks_for(num_tokens)]
+        self.cache.truncate(request.handle, num_tokens)
+        table = list(request.handle.block_table)
+        assert table == expected, (
+            f"table changed: truncate({request}, {num_tokens}) made {table} of {request.table}, it should be {expected}"
+        )
+        request.table = table
+        request.tokens = request.tokens[:num_tokens]
+        request.num_committed = min(request.num_committed, num_tokens)
+        model.write(request, num_tokens - 1)  # what is left of the last block
+
+    def _fork(self, request: Running) -> Running | None:
+        model, table = self.model, request.table
+        what = f"fork({request})"
+        used, num_free = model.used(), model.counts()["num_free_blocks"]
+        fewest = most = len(table) - request.num_shared
+        if not model.is_current(request) or (self._has_duplicates and self.swaps_duplicates is None):
+            most = len(table)  # it may copy what it could have shared
+        result = self._attempt(what, most, lambda: self.cache.fork(request.handle), fewest=fewest)
+        if result is None:
+            return None
+        handle, copies = result
+        fork = replace(request, handle=handle, table=list(handle.block_table), name="the fork")
+        new = [block for block in fork.table if block not in used]
+        needed = {(source, block) for source, block in zip(table, fork.table, strict=False) if block in new}
+        assert set(copies) == needed, (
+            f"wrong copies: {what} made {fork.table} of {table} and asks for {copies}, it should be {sorted(needed)}"
+        )
+        for source, block in copies:
+            model.content[block] = model.content[source]
+        model.running.append(fork)
+        self._check_taken(what, fork, new, used, num_free)
+        return fork
+
+    def _free(self, request: Running) -> None:
+        self.cache.free(request.handle)
+        self.model.end(request)
+
+    def _evict(self, num: int) -> None:
+        model = self.model
+        blocks = list(self.cache.evict(num))
+        clash = model.used() & set(blocks)
+        assert not clash, f"evicted in use: evict({num}) took {blocks}; running requests use {sorted(clash)}"
+        if self.eviction == "any":
+            self._exact = False
+        if not self._exact:
+            return
+        expected = min(num, model.counts()["num_evictable_blocks"])
+        assert len(set(blocks)) == len(blocks) == expected, (
+            f"wrong number evicted: evict({num}) took {blocks}, it should be {expected} blocks"
+        )
+        lost = [prefix for prefix, block in model.cached.items() if block in blocks]
+        self._lose(f"evict({num})", lost, len(blocks))
+
+    # What the calls have in common
+
+    def _attempt(self, what: str, most: int, call: Callable[[], Any], *, fewest: int | None = None) -> Any:
+        """A call that needs some blocks beside those in use. None where it rightly failed, and so changed nothing."""
+        model = self.model
+        room = model.num_blocks - len(model.used())
+        before = self._observe() if most > room else {}
+        try:
+            result = call()
+        except OutOfBlocksError as error:
+            assert most > room, (
+                f"no room where there is: {what} fails ({error}), but it needs {most} blocks that are not in use, and "
+                f"{room} of {model.num_blocks} are free or evictable"
+            )
+            self._check_unchanged(before, what)
+            model.stats["failed_allocations"] += 1
+            return None
+        except ValueError:
+            if most <= model.num_blocks:
+                raise
+            self._check_unchanged(before, what)  # it can never fit
+            return None
+        assert not self._exact or (most if fewest is None else fewest) <= room, (
+            f"room where there is none: {what} needs {most} blocks that are not in use, but only {room} of "
+            f"{model.num_blocks} are"
+        )
+        return result
+
+    def _check_taken(self, what: str, request: Running, new: Sequence[int], used: set[int], num_free: int) -> None:
+        """`request` was given the blocks `new`: as many as it needs, nobody else's, and no more lost than needed."""
+        model, table = self.model, request.table
+        needed = model.num_blocks_for(len(request.tokens))
+        assert len(table) == needed, (
+            f"wrong table: after {what}, {len(request.tokens)} tokens need {needed} blocks of {model.block_size}, the "
+            f"table is {table}"
+        )
+        assert len(set(table)) == needed, f"block in two hands: {what} made the table {table}"
+        clash = used & set(new)
+        assert not clash, f"block in two hands: {what} was given {sorted(clash)}, which running requests use"
+        self._num_handed_out += len(new)
+        num_short = len(new) - num_free
+        if self.eviction == "any":
+            self._exact = self._exact and self._num_handed_out <= model.num_blocks
+        elif self.eviction == "lru":
+            self._lose(what, model.victims(max(num_short, 0)), max(num_short, 0))
+        elif hasattr(self.cache, "match"):
+            self._lose(what, [prefix for prefix in model.cached if not self._is_cached(prefix)], max(num_short, 0))
+        else:
+            self._exact = self._exact and num_short <= 0
+        clash = set(new) & set(model.cached.values())
+        assert not self._exact or not clash, (
+            f"block in two hands: {what} was given {sorted(clash)}, which should hold cached prefixes still"
+        )
+
+    def _lose(self, what: str, lost: Sequence[Prefix], num: int) -> None:
+        """The cached prefixes `lost` went to make room for `num` blocks."""
+        model = self.model
+        held = [_shown(prefix) for prefix in lost if prefix in model.pinned()]
+        assert not held, f"evicted in use: {what} lost the prefixes {held}, which running requests hold"
+        assert len(lost) == num, (
+            f"wrong number evicted: {what} had to evict {num} blocks, and lost {[_shown(prefix) for prefix in lost]}"
+        )
+        expected = model.victims(num)
+        assert self.eviction != "lru" or set(lost) == set(expected), (
+            f"wrong victim: {what} evicted {[_shown(prefix) for prefix in lost]}, it should be the least recently freed "
+            f"{[_shown(prefix) for prefix in expected]}"
+        )
+        for prefix in lost:
+            del model.cached[prefix]
+        model.stats["evicted_blocks"] += num
+
+    def _bounds(self, space: Space, tokens: Tokens) -> tuple[int, int]:
+        """How many blocks of `tokens` must be cached, and how many can be."""
+        model = self.model
+        high = model.depth(space, tokens, model.cached)
+        return (high if self._exact else model.depth(space, tokens, model.pinned())), high
+
+    def _check_hit(self, what: str, num: int, low: int, high: int) -> None:
+        size = self.model.block_size
+        assert num <= high, (
+            f"hit too long: {what} says that {num * size} tokens are cached, but no more than {high * size} were committed "
+            "and are neither cleared nor evicted since"
+        )
+        assert num >= low, (
+            f"hit too short: {what} says that {num * size} tokens are cached, but {low * size} were committed and are "
+            "neither cleared nor evicted since"
+        )
+
+    def _check_match(self, tokens: Tokens, namespace: Hashable, buffer: Any) -> None:
+        options = {"namespace": namespace} if "namespace" in self._options else {}
+        what = f"match({list(tokens)}{_listed(options)})"
+        num, rest = divmod(self.cache.match(buffer, **options), self.model.block_size)
+        assert rest == 0, f"wrong hit: {what} is not in whole blocks, {rest} tokens too many"
+        self._check_hit(what, num, *self._bounds(self.model.space(namespace), tokens))
+
+    def _is_cached(self, prefix: Prefix) -> bool:
+        (name, _), tokens = prefix
+        options = {"namespace": self._namespaces[name]} if "namespace" in self._options else {}
+        return bool(self.cache.match(list(tokens), **options) == len(tokens))
+
+    def _check_rejected(self, what: str, call: str, *args: Any) -> None:
+        method = getattr(self.cache, call, None)
+        if method is None:
+            return
+        before = self._observe()
+        try:
+            method(*args, *(_SECOND_ARGUMENTS.get(call, ()) if len(args) == 1 else ()))
+        except (ValueError, TypeError, RuntimeError) as error:
+            assert not isinstance(error, OutOfBlocksError), f"misuse misunderstood: {what} raises {error!r}"
+        else:
+            raise AssertionError(f"misuse accepted: {what} should raise ValueError or RuntimeError")
+        self._check_unchanged(before, what)
+
+    def _observe(self) -> dict[str, Any]:
+        """All that can be seen of the cache from outside, but the count of failures."""
+        seen = {name: getattr(self.cache, name, None) for name in self.model.counts()}
+        stats = getattr(self.cache, "stats", None)
+        seen |= {
+            f"stats.{name}": getattr(stats, name, None) for name in self.model.stats if name != "failed_allocations"
+        }
+        for request in self.model.running:
+            seen[f"the table of {request}"] = list(request.handle.block_table)
+        if hasattr(self.cache, "match"):
+            for prefix in self.model.cached:
+                seen[f"whether {_shown(prefix)} is cached"] = self._is_cached(prefix)
+        return seen
+
+    def _check_unchanged(self, before: dict[str, Any], what: str) -> None:
+        after = self._observe()
+        changed = [f"{name} was {before[name]} and is {after[name]}" for name in before if before[name] != after[name]]
+        assert not changed, f"failed call changed something: {what} failed, but {'; '.join(changed)}"
+
+    def _remember(self, namespace: Hashable, tokens: Tokens) -> None:
+        self._namespaces[repr(namespace)] = namespace
+        self._earlier = [*self._earlier, (namespace, tokens)][-8:]
+
+    def _named(self, request: Running | None) -> "Running | MultipleResults[Running]":
+        """The request under the name that Hypothesis will print for it."""
+        if request is None:
+            return multiple()
+        request.name = f"requests_{self._num_named}"
+        self._num_named += 1
+        return request
+
+    def _draw_prompts(self) -> st.SearchStrategy[Tokens]:
+        size, num_blocks = self.model.block_size, self.model.num_blocks
+        return prompts(size, max_blocks=num_blocks + 1, earlier=[tokens for _, tokens in self._earlier])
+
+    def _draw_tokens(self) -> st.SearchStrategy[Tokens]:
+        return st.lists(st.integers(0, 1), min_size=1, max_size=self.model.block_size + 1).map(tuple)
+
+
+_SECOND_ARGUMENTS: dict[str, tuple[Any, ...]] = {"commit": (1,), "append": ([0],), "truncate": (1,)}
+
+
+def _shown(prefix: Prefix | None) -> str:
+    if prefix is None:
+        return "nothing"
+    (name, _), tokens = prefix
+    return f"{list(tokens)}" + (f" in namespace {name}" if name != "None" else "")
+
+
+def _listed(options: dict[str, Any]) -> str:
+    return "".join(f", {name}={value!r}" for name, value in options.items())

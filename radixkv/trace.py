@@ -67,14 +67,21 @@ class TokenRequest:
         return len(self.output_tokens) // TOKEN_BYTES
 
 
+@dataclass(slots=True)
+class Skipped:
+    """Lines that were left out of a trace, and why, of the first few."""
+
+    num_lines: int = 0
+    reasons: list[TraceError] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class _Trace:
     name: str  # the file, as it was named
     _: KW_ONLY
     block_size: int  # tokens
     num_blocks: int  # distinct ones
-    num_skipped: int = 0  # lines
-    skipped: list[TraceError] = field(default_factory=list)  # why, of the first few
+    skipped: Skipped = field(default_factory=Skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +127,16 @@ def read_trace(
             raise ValueError(f"{argument} must be at least 1, got {value}")
     name = os.fspath(path)
     lines = _Lines(block_size)
-    number = num_skipped = 0
-    skipped: list[TraceError] = []
+    number = 0
+    skipped = Skipped()
 
     def skip(line: int, message: str) -> None:
-        nonlocal num_skipped
         error = TraceError(name, line, message)
         if not skip_bad:
             raise error
-        num_skipped += 1
-        if num_skipped <= _NUM_REASONS:
-            skipped.append(error)
+        skipped.num_lines += 1
+        if skipped.num_lines <= _NUM_REASONS:
+            skipped.reasons.append(error)
 
     try:
         for number, line in enumerate(_read_lines(name, progress), 1):
@@ -145,24 +151,20 @@ def read_trace(
     except OSError as error:
         raise TraceError(name, 0, error.strerror or str(error)) from None
 
-    requests = _merge(lines.sessions, concurrency, seed) if lines.sessions else lines.requests
-    requests = requests[:limit]
     if lines.token_requests:
         size = block_size or DEFAULT_BLOCK_SIZE
         num_blocks = count_blocks(lines.token_requests, size)
-        return TokenTrace(
-            name, lines.token_requests, block_size=size, num_blocks=num_blocks, num_skipped=num_skipped, skipped=skipped
-        )
+        return TokenTrace(name, lines.token_requests, block_size=size, num_blocks=num_blocks, skipped=skipped)
+    requests = _merge(lines.sessions, concurrency, seed)[:limit] if lines.sessions else lines.requests
     if not requests:
-        why = f"nothing is left but what was skipped, first: {skipped[0]}" if skipped else "there is no request in it"
-        raise TraceError(name, 0, why)
+        raise TraceError(name, 0, _why_nothing(number, skipped))
     size = lines.block_size or _infer_block_size(requests)
     if not size:
         raise TraceError(name, 0, "block_size: not given, and no size explains input_length and the number of ids")
     dense, num_blocks = _densify(requests)
     if num_blocks >= _INT32_END:
-        raise TraceError(name, 0, f"{num_blocks} distinct blocks, the bound is 2^31")
-    return IdTrace(name, dense, block_size=size, num_blocks=num_blocks, num_skipped=num_skipped, skipped=skipped)
+        raise TraceError(name, 0, f"there are {num_blocks} distinct blocks, the bound is 2^31")
+    return IdTrace(name, dense, block_size=size, num_blocks=num_blocks, skipped=skipped)
 
 
 def count_blocks(requests: Iterable[TokenRequest], block_size: int) -> int:
@@ -225,8 +227,7 @@ class _Lines:
         record = _decode(line)
         known = self._format or next((name for name in _FORMATS if name in record), "")
         if not known:
-            fields = ", ".join(record) or "none"
-            raise _BadLine(f"none of the fields {', '.join(_FORMATS)} is there, but {_short(fields)}")
+            raise _BadLine(f"none of the fields {', '.join(_FORMATS)} is there, but {_short(list(record))}")
         optional = {"timestamp", "output_length", "block_size"}
         for name in sorted(self._fields - record.keys()):
             raise _BadLine(f"{name}: missing, though the lines before have it")
@@ -241,7 +242,7 @@ class _Lines:
             return self.block_size
         size = _int(record, "block_size", least=1)
         if self.block_size not in (None, size):
-            raise _BadLine(f"block_size: {size}, but {self.block_size} was asked for or is in the lines before")
+            raise _BadLine(f"block_size: {size}, but {self.block_size} {'before' if self._format else 'was asked for'}")
         return size
 
     def _add_ids(self, record: dict[str, Any]) -> None:
@@ -269,7 +270,7 @@ class _Lines:
             if type(item) is not dict:
                 raise _BadLine(f"{where[:-1]}: must be an object, got {_short(item)}")
             time = _number(item, "t", where)
-            answered = time + (_number(item, "api", where) if "api" in item else 0.0)
+            answered = time + (0.0 if item.get("api") is None else _number(item, "api", where))
             end = max(end, answered) if requests else answered
             sizes = _int(item, "in", where), _int(item, "out", where)
             requests.append(_FileRequest(time, *sizes, _runs(item, "h", where)))
@@ -303,7 +304,7 @@ _FORMATS: dict[str, Callable[[_Lines, dict[str, Any]], None]] = {
 def _read_lines(name: str, progress: Progress | None) -> Iterator[bytes]:
     with open(name, "rb") as file:
         size = os.fstat(file.fileno()).st_size  # of a pipe 0
-        stream = gzip.open(file) if file.peek(2)[:2] == b"\x1f\x8b" else file
+        stream = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
         for number, line in enumerate(stream):
             if progress is not None and size and number % 64 == 0:
                 progress(file.tell() / size)
@@ -324,7 +325,7 @@ def _decode(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise _BadLine(f"not UTF-8 text: byte 0x{line[error.start]:02x} at column {error.start + 1}{cut}") from None
     except json.JSONDecodeError as error:
-        raise _BadLine(f"not JSON: {error.msg} at column {error.colno}{cut}") from None
+        raise _BadLine(f"not JSON: {error.msg} (column {error.colno}){cut}") from None
     except RecursionError:
         raise _BadLine("not JSON that can be read: nested too deeply") from None
     except ValueError:  # subtle: Python refuses to convert an int of so many digits
@@ -342,6 +343,11 @@ def _id_request(record: dict[str, Any]) -> _FileRequest:
         _int(record, "output_length") if "output_length" in record else 0,
         [],
     )
+
+
+def _short(value: object) -> str:
+    """On one line of bounded length."""
+    return reprlib.repr(value)
 
 
 def _get(record: dict[str, Any], name: str, where: str = "") -> Any:
@@ -418,7 +424,7 @@ def _merge(sessions: list[_Session], concurrency: int, seed: int) -> list[_FileR
     order = sessions[:]
     rng.shuffle(order)
     mean = sum(session.seconds for session in order) / len(order)
-    slots = [rng.uniform(0, mean) for _ in range(concurrency)]  # when each is free
+    slots = [rng.uniform(0, mean) for _ in range(min(concurrency, len(order)))]  # when each is free
     heapify(slots)
     merged = []
     for session in order:
@@ -429,6 +435,12 @@ def _merge(sessions: list[_Session], concurrency: int, seed: int) -> list[_FileR
             merged.append(request)
     merged.sort(key=lambda request: request.time)
     return merged
+
+
+def _why_nothing(num_lines: int, skipped: Skipped) -> str:
+    if skipped.reasons:
+        return f"no request is left, {skipped.num_lines} bad lines were skipped, the first: {skipped.reasons[0]}"
+    return "there is no request in it" if num_lines else "the file is empty"
 
 
 def _infer_block_size(requests: list[_FileRequest]) -> int:
