@@ -301,14 +301,14 @@ class PrefixCache:
         num_tokens = request._num_tokens
         if type(tokens) is int:
             if not 0 <= tokens < 2**31:
-                check_token(tokens, num_tokens)
+                check_token(tokens, 0)
             if not num_tokens % self._block_size:
                 request._table.append(self._take(1)[0])
             request._generated.append(tokens)
             request._num_tokens = num_tokens + 1
             return
         if hasattr(tokens, "__index__") and not getattr(tokens, "ndim", 0):  # bool, a numpy or torch scalar
-            return self.append(request, check_token(tokens, num_tokens))
+            return self.append(request, check_token(tokens, 0))
         packed = pack(tokens)
         check_range(packed)
         num_tokens += len(packed) // TOKEN_BYTES

@@ -21,7 +21,7 @@ from radixkv.errors import TraceError
 from radixkv.policy import POLICIES
 from radixkv.replay import Row, default_capacities, replay
 from radixkv.synthetic import NUM_REQUESTS, synthetic_trace
-from radixkv.trace import DEFAULT_BLOCK_SIZE, IdTrace, Trace, read_trace
+from radixkv.trace import DEFAULT_BLOCK_SIZE, DEFAULT_CONCURRENCY, IdTrace, Trace, read_trace
 
 app = typer.Typer(add_completion=False)
 
@@ -116,7 +116,7 @@ def _replay(
     ] = None,
     concurrency: Annotated[
         int, typer.Option(parser=_whole(1), metavar="N", help="Sessions at once, where a trace has sessions.")
-    ] = 32,
+    ] = DEFAULT_CONCURRENCY,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave bad lines out, and say so.")] = False,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON too; with - nothing but JSON to stdout.")
@@ -194,7 +194,9 @@ def _advance(bar: Progress, task: TaskID, done: int, share: float) -> None:
 
 def _print_table(trace: Trace, rows: list[Row]) -> None:
     console = Console(highlight=False)
-    sizes = f"requests: {len(trace.requests):,}, distinct blocks: {trace.num_blocks:,}, block size: {trace.block_size} tokens"
+    sizes = (
+        f"requests: {len(trace.requests):,}, distinct blocks: {trace.num_blocks:,}, tokens a block: {trace.block_size}"
+    )
     console.print(f"[bold]{escape(Path(trace.name).name)}[/bold]\n{sizes}\n")
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("\npolicy", no_wrap=True)

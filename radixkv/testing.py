@@ -221,7 +221,9 @@ class Model:
 _PROMPTS: Any = st.runner().flatmap(lambda machine: machine._draw_prompts())
 _TOKENS: Any = st.runner().flatmap(lambda machine: machine._draw_tokens())
 _FORMS: Any = st.runner().flatmap(lambda machine: st.sampled_from(machine.token_forms))
-_NAMESPACES: Any = st.runner().flatmap(lambda machine: st.sampled_from(machine.namespaces))
+_NAMESPACES: Any = st.runner().flatmap(
+    lambda machine: st.sampled_from((machine.namespaces[0],) * 6 + machine.namespaces)
+)
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -248,7 +250,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     rejects_misuse: ClassVar[bool] = False
     """Whether calls that make no sense raise ValueError or RuntimeError and change nothing."""
     block_sizes: ClassVar[tuple[int, ...]] = (1, 2, 4)
-    max_blocks: ClassVar[int] = 10
+    max_blocks: ClassVar[int] = 12
 
     requests = Bundle("requests")
     ended = Bundle("ended")
@@ -285,17 +287,28 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         min_prefill=st.sampled_from((1, 0, 2, 5)),
         cacheable=st.sampled_from((True, True, True, False)),
         priority=st.integers(0, 2),
+        commit=st.booleans(),
     )
     def allocate(
-        self, tokens: Tokens, namespace: Hashable, form: str, min_prefill: int, cacheable: bool, priority: int
+        self,
+        tokens: Tokens,
+        namespace: Hashable,
+        form: str,
+        min_prefill: int,
+        cacheable: bool,
+        priority: int,
+        commit: bool,
     ) -> Running | MultipleResults[Running]:
         options = {"min_prefill_tokens": min_prefill, "cacheable": cacheable, "priority": priority}
-        return self._named(self._allocate(tokens, namespace, form, options))
+        request = self._allocate(tokens, namespace, form, options)
+        if request and commit:
+            self._commit(request, len(tokens))
+        return self._named(request)
 
-    @rule(tokens=_PROMPTS, namespace=_NAMESPACES, form=_FORMS)
-    def serve(self, tokens: Tokens, namespace: Hashable, form: str) -> None:
+    @rule(tokens=_PROMPTS, namespace=_NAMESPACES, priority=st.integers(0, 2))
+    def serve(self, tokens: Tokens, namespace: Hashable, priority: int) -> None:
         """A whole life in one step: it is what fills a cache."""
-        request = self._allocate(tokens, namespace, form, {})
+        request = self._allocate(tokens, namespace, self.token_forms[0], {"priority": priority})
         if request:
             self._commit(request, len(tokens))
             self._free(request)
@@ -334,54 +347,47 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         options = {"cacheable": request.cacheable, "resumed": True}
         return self._named(self._allocate(request.tokens, request.namespace, form, options))
 
-    @precondition(lambda self: hasattr(self.cache, "match"))
+    @precondition(lambda self: hasattr(self.cache, "match") and self.model.cached)
     @rule(tokens=_PROMPTS, namespace=_NAMESPACES, form=_FORMS)
     def match(self, tokens: Tokens, namespace: Hashable, form: str) -> None:
         buffer = TOKEN_FORMS[form](tokens)
         self._check_match(tokens, namespace if "namespace" in self._options else None, buffer)
         overwrite(buffer)
 
-    @precondition(lambda self: hasattr(self.cache, "evict"))
+    @precondition(lambda self: hasattr(self.cache, "evict") and self.model.cached)
     @rule(num=st.integers(1, 4))
     def evict(self, num: int) -> None:
         self._evict(num)
 
-    @precondition(lambda self: hasattr(self.cache, "clear"))
-    @rule(namespace=_NAMESPACES)
-    def clear(self, namespace: Hashable) -> None:
-        self.cache.clear(namespace)
-        self.model.clear(namespace)
-
-    @precondition(lambda self: hasattr(self.cache, "reset"))
-    @rule()
-    def reset(self) -> None:
-        self.cache.reset()
-        self.model.reset()
+    @precondition(lambda self: hasattr(self.cache, "clear") or hasattr(self.cache, "reset"))
+    @precondition(lambda self: self.model.cached)
+    @rule(namespace=_NAMESPACES, everything=st.booleans())
+    def forget(self, namespace: Hashable, everything: bool) -> None:
+        if hasattr(self.cache, "reset") and (everything or not hasattr(self.cache, "clear")):
+            self.cache.reset()
+            self.model.reset()
+        else:
+            self.cache.clear(namespace)
+            self.model.clear(namespace)
 
     @precondition(lambda self: self.rejects_misuse)
     @rule(request=ended, call=st.sampled_from(("commit", "append", "truncate", "fork", "free")))
-    def misuse_ended_request(self, request: Running, call: str) -> None:
-        self._check_rejected(f"{call} of {request}, which was freed,", call, request.handle)
+    def misuse_ended(self, request: Running, call: str) -> None:
+        self._check_rejected(f"{call} of {request}, which was freed", call, request.handle)
 
     @precondition(lambda self: self.rejects_misuse)
-    @rule(call=st.sampled_from(("commit", "append", "truncate", "fork", "free")))
-    def misuse_foreign_request(self, call: str) -> None:
-        foreign: Any = self.make(self.model.num_blocks, self.model.block_size).allocate([0])
+    @rule(request=requests, call=st.sampled_from(("commit", "append", "truncate", "fork", "free")))
+    def misuse(self, request: Running, call: str) -> None:
+        foreign: Any = self.make(1, 1).allocate([0])
         self._check_rejected(f"{call} of another cache's request", call, foreign)
-
-    @precondition(lambda self: self.rejects_misuse)
-    @rule(request=requests)
-    def misuse_bounds(self, request: Running) -> None:
-        num_tokens = len(request.tokens)
-        num_shared_tokens = request.num_shared * self.model.block_size
-        self._check_rejected(
-            f"commit of {num_tokens + 1} tokens of {request}", "commit", request.handle, num_tokens + 1
-        )
-        self._check_rejected(f"truncate of {request} to {num_tokens + 1}", "truncate", request.handle, num_tokens + 1)
+        self._check_rejected("allocate of no tokens", "allocate", [])
+        num_tokens, num_shared_tokens = len(request.tokens), request.num_shared * self.model.block_size
+        for name in ("commit", "truncate"):
+            what = f"{name} of {request}, which has {num_tokens} tokens, at {num_tokens + 1}"
+            self._check_rejected(what, name, request.handle, num_tokens + 1)
         if num_shared_tokens and self.model.is_current(request):
             what = f"truncate of {request} below the {num_shared_tokens} tokens that others can match"
             self._check_rejected(what, "truncate", request.handle, num_shared_tokens - 1)
-        self._check_rejected("allocate of no tokens", "allocate", [])
 
     # After every step
 
@@ -469,10 +475,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         low, high = (min(bound, cap) for bound in self._bounds(space, tokens))
         used, num_free = model.used(), model.counts()["num_free_blocks"]
         hits = {model.cached[model.prefix(space, tokens, i)] for i in range(low)}
-        num_needed = model.num_blocks_for(len(tokens)) - len(hits & used) * (not self._has_duplicates)
+        total = model.num_blocks_for(len(tokens))
+        most = total - len(hits & used) * (not self._has_duplicates)
         what = f"allocate({list(tokens)}{_listed(options)})"
         buffer = TOKEN_FORMS[form](tokens)
-        handle = self._attempt(what, num_needed, lambda: self.cache.allocate(buffer, **options))
+        handle = self._attempt(what, lambda: self.cache.allocate(buffer, **options), total=total, most=most)
         overwrite(buffer)
         self._remember(namespace, tokens)
         if handle is None:
@@ -538,12 +545,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def _append(self, request: Running, more: Tokens, form: str) -> None:
         model = self.model
         start, table = len(request.tokens), request.table
-        num_new = model.num_blocks_for(start + len(more)) - len(table)
+        total = model.num_blocks_for(start + len(more))
         used, num_free = model.used(), model.counts()["num_free_blocks"]
         what = f"append({request}, {list(more)})"
         is_int = self.appends_int and len(more) == 1 and form == self.token_forms[0]
         buffer = more[0] if is_int else TOKEN_FORMS[form](more)
-        result = self._attempt(what, num_new, lambda: (self.cache.append(request.handle, buffer),))
+        result = self._attempt(
+            what, lambda: (self.cache.append(request.handle, buffer),), total=total, most=total - len(table)
+        )
         overwrite(buffer)
         if result is None:
             return
@@ -574,7 +583,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         fewest = most = len(table) - request.num_shared
         if not model.is_current(request) or (self._has_duplicates and self.swaps_duplicates is None):
             most = len(table)  # it may copy what it could have shared
-        result = self._attempt(what, most, lambda: self.cache.fork(request.handle), fewest=fewest)
+        result = self._attempt(
+            what, lambda: self.cache.fork(request.handle), total=len(table), most=most, fewest=fewest
+        )
         if result is None:
             return None
         handle, copies = result
@@ -612,7 +623,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     # What the calls have in common
 
-    def _attempt(self, what: str, most: int, call: Callable[[], Any], *, fewest: int | None = None) -> Any:
+    def _attempt(self, what: str, call: Callable[[], Any], *, total: int, most: int, fewest: int | None = None) -> Any:
         """A call that needs some blocks beside those in use. None where it rightly failed, and so changed nothing."""
         model = self.model
         room = model.num_blocks - len(model.used())
@@ -628,7 +639,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             model.stats["failed_allocations"] += 1
             return None
         except ValueError:
-            if most <= model.num_blocks:
+            if total <= model.num_blocks:
                 raise
             self._check_unchanged(before, what)  # it can never fit
             return None
@@ -756,7 +767,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def _draw_prompts(self) -> st.SearchStrategy[Tokens]:
         size, num_blocks = self.model.block_size, self.model.num_blocks
-        return prompts(size, max_blocks=num_blocks + 1, earlier=[tokens for _, tokens in self._earlier])
+        earlier = [tokens for _, tokens in self._earlier]
+        short = prompts(size, max_blocks=num_blocks // 2 + 1, earlier=earlier)
+        return short | short | prompts(size, max_blocks=num_blocks + 1, earlier=earlier)
 
     def _draw_tokens(self) -> st.SearchStrategy[Tokens]:
         return st.lists(st.integers(0, 1), min_size=1, max_size=self.model.block_size + 1).map(tuple)

@@ -31,8 +31,10 @@ from radixkv.tokens import TOKEN_BYTES
 Progress: TypeAlias = Callable[[float], None]  # called now and then with the share done, 0 to 1
 
 DEFAULT_BLOCK_SIZE = 16  # tokens, where the trace does not say
+DEFAULT_CONCURRENCY = 32  # sessions at once
 MAX_REQUEST_BLOCKS = 1 << 24  # of one request, so that no line of a few bytes fills the memory
 _INT32_END = 1 << 31
+_OPTIONAL = {"timestamp", "output_length", "block_size"}  # fields that all lines have, or none
 _NUM_REASONS = 3  # skipped lines whose reason is kept
 
 
@@ -107,7 +109,7 @@ def read_trace(
     limit: int | None = None,
     block_size: int | None = None,
     skip_bad: bool = False,
-    concurrency: int = 32,
+    concurrency: int = DEFAULT_CONCURRENCY,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Trace:
@@ -228,13 +230,12 @@ class _Lines:
         known = self._format or next((name for name in _FORMATS if name in record), "")
         if not known:
             raise _BadLine(f"none of the fields {', '.join(_FORMATS)} is there, but {_short(list(record))}")
-        optional = {"timestamp", "output_length", "block_size"}
         for name in sorted(self._fields - record.keys()):
             raise _BadLine(f"{name}: missing, though the lines before have it")
         size = self._block_size(record) if known != "tokens" else self.block_size
         _FORMATS[known](self, record)
         if not self._format:
-            self._format, self._fields = known, optional & record.keys()
+            self._format, self._fields = known, _OPTIONAL & record.keys()
         self.block_size = size
 
     def _block_size(self, record: dict[str, Any]) -> int | None:
@@ -270,7 +271,7 @@ class _Lines:
             if type(item) is not dict:
                 raise _BadLine(f"{where[:-1]}: must be an object, got {_short(item)}")
             time = _number(item, "t", where)
-            answered = time + (0.0 if item.get("api") is None else _number(item, "api", where))
+            answered = time + (0.0 if item.get("api") is None else _number(item, "api", where, least=0))
             end = max(end, answered) if requests else answered
             sizes = _int(item, "in", where), _int(item, "out", where)
             requests.append(_FileRequest(time, *sizes, _runs(item, "h", where)))
@@ -363,10 +364,10 @@ def _int(record: dict[str, Any], name: str, where: str = "", *, least: int = 0) 
     return value
 
 
-def _number(record: dict[str, Any], name: str, where: str = "") -> float:
+def _number(record: dict[str, Any], name: str, where: str = "", *, least: float = -1e18) -> float:
     value = _get(record, name, where)
-    if type(value) not in (int, float) or not -1e18 < value < 1e18:
-        raise _BadLine(f"{where}{name}: must be a number of everyday size, got {_short(value)}")
+    if type(value) not in (int, float) or not least <= value <= 1e18:
+        raise _BadLine(f"{where}{name}: must be a number in [{least:g}, 1e+18], got {_short(value)}")
     return float(value)
 
 
