@@ -165,7 +165,7 @@ def _parse_policies(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in POLICIES:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(POLICIES)}", param_hint="--policy")
+            raise typer.BadParameter(f"{name[:40]!r} is not one of {', '.join(POLICIES)}", param_hint="--policy")
     return list(dict.fromkeys(names))
 
 
@@ -178,7 +178,9 @@ def _parse_capacities(text: str) -> list[int | None]:
         elif part.isdecimal() and len(part) <= 10 and 1 <= int(part) <= _MAX_BLOCKS:
             capacities.append(int(part))
         else:
-            raise typer.BadParameter(f"{part!r} is neither inf nor 1 to {_MAX_BLOCKS} blocks", param_hint="--capacity")
+            raise typer.BadParameter(
+                f"{part[:40]!r} is neither inf nor 1 to {_MAX_BLOCKS} blocks", param_hint="--capacity"
+            )
     return list(dict.fromkeys(capacities))
 
 

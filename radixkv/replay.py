@@ -48,7 +48,7 @@ def replay(
     """Run all requests through a fresh cache of `capacity` blocks of the trace's block size; None for no bound.
 
     A request ends before the next begins. A prompt of more than `capacity` blocks is cached as far as it fits. A policy
-    object must be fresh. Cost: some 50 us a request, and 4 bytes a block of capacity, at most of those that the trace
+    object must be fresh. Cost: some 20 us a request, and 4 bytes a block of capacity, at most of those that the trace
     could need.
 
     Raises: ValueError for a capacity below 1 or an unknown policy.

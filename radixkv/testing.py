@@ -81,13 +81,13 @@ TOKEN_FORMS: dict[str, Callable[[Tokens], Any]] = {
 @st.composite
 def prompts(draw: st.DrawFn, block_size: int, *, max_blocks: int = 6, earlier: Sequence[Tokens] = ()) -> Tokens:
     """Prompts that collide all the time: two token ids, three kinds of blocks, often the start of an `earlier` one."""
-    stem: Tokens = draw(st.sampled_from([(), *earlier]))
+    stem: Tokens = draw(st.sampled_from([(), *earlier, *earlier]))
     if draw(st.booleans()):
         stem = stem[: draw(st.integers(0, len(stem)))]
     kinds = ((0,) * block_size, (1,) * block_size, (0,) * (block_size - 1) + (1,))
-    blocks = draw(st.lists(st.sampled_from(kinds), max_size=max(max_blocks - len(stem) // block_size, 0)))
-    tokens = sum(blocks, stem)
-    return tokens[: max(len(tokens) - draw(st.integers(0, block_size - 1)), 1)] or (0,)
+    num = draw(st.integers(0 if stem else 1, max(max_blocks - len(stem) // block_size, 1)))
+    tokens = sum((draw(st.sampled_from(kinds)) for _ in range(num)), stem)
+    return tokens[: max(len(tokens) - draw(st.integers(0, block_size - 1)), 1)]
 
 
 def overwrite(buffer: Any) -> None:
@@ -265,13 +265,15 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     # Rules
 
     @initialize(
-        num_blocks=st.runner().flatmap(lambda machine: st.integers(1, machine.max_blocks)),
+        num_blocks=st.runner().flatmap(lambda machine: st.integers(2, machine.max_blocks)),
         block_size=st.runner().flatmap(lambda machine: st.sampled_from(machine.block_sizes)),
     )
     def start(self, num_blocks: int, block_size: int) -> None:
         self.cache = self.make(num_blocks, block_size)
         self.model = Model(num_blocks, block_size)
-        self._options = inspect.signature(self.cache.allocate).parameters
+        parameters = inspect.signature(self.cache.allocate).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        self._options = {name for name in _OPTIONS if takes_all or name in parameters}
         self._earlier: list[tuple[Hashable, Tokens]] = []
         self._namespaces: dict[str, Hashable] = {}
         self._num_named = 0
@@ -305,13 +307,17 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self._commit(request, len(tokens))
         return self._named(request)
 
-    @rule(tokens=_PROMPTS, namespace=_NAMESPACES, priority=st.integers(0, 2))
-    def serve(self, tokens: Tokens, namespace: Hashable, priority: int) -> None:
-        """A whole life in one step: it is what fills a cache."""
-        request = self._allocate(tokens, namespace, self.token_forms[0], {"priority": priority})
-        if request:
-            self._commit(request, len(tokens))
-            self._free(request)
+    @rule(
+        prompts=st.lists(st.tuples(_PROMPTS, _NAMESPACES), min_size=1, max_size=3),
+        priority=st.integers(0, 2),
+    )
+    def serve(self, prompts: list[tuple[Tokens, Hashable]], priority: int) -> None:
+        """Whole lives in one step: they are what fills a cache."""
+        for tokens, namespace in prompts:
+            request = self._allocate(tokens, namespace, self.token_forms[0], {"priority": priority})
+            if request:
+                self._commit(request, len(tokens))
+                self._free(request)
 
     @rule(request=requests, share=st.integers(0, 4))
     def commit(self, request: Running, share: int) -> None:
@@ -361,7 +367,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: hasattr(self.cache, "clear") or hasattr(self.cache, "reset"))
     @precondition(lambda self: self.model.cached)
-    @rule(namespace=_NAMESPACES, everything=st.booleans())
+    @rule(
+        namespace=st.runner().flatmap(lambda machine: st.sampled_from(machine.namespaces)),
+        everything=st.sampled_from((False, False, False, True)),
+    )
     def forget(self, namespace: Hashable, everything: bool) -> None:
         if hasattr(self.cache, "reset") and (everything or not hasattr(self.cache, "clear")):
             self.cache.reset()
@@ -395,8 +404,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def agrees_with_the_model(self) -> None:
         self._check_requests()
         self._check_blocks()
-        self._check_counts()
         self._check_matches()
+        self._check_counts()
         self._check_stats()
         if hasattr(self.cache, "check"):
             self.cache.check()
@@ -767,7 +776,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def _draw_prompts(self) -> st.SearchStrategy[Tokens]:
         size, num_blocks = self.model.block_size, self.model.num_blocks
-        earlier = [tokens for _, tokens in self._earlier]
+        earlier = [tokens for _, tokens in (*self.model.cached, *self._earlier)]
         short = prompts(size, max_blocks=num_blocks // 2 + 1, earlier=earlier)
         return short | short | prompts(size, max_blocks=num_blocks + 1, earlier=earlier)
 
@@ -775,6 +784,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return st.lists(st.integers(0, 1), min_size=1, max_size=self.model.block_size + 1).map(tuple)
 
 
+_OPTIONS = ("namespace", "min_prefill_tokens", "cacheable", "priority", "resumed")
 _SECOND_ARGUMENTS: dict[str, tuple[Any, ...]] = {"commit": (1,), "append": ([0],), "truncate": (1,)}
 
 

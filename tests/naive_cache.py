@@ -4,6 +4,9 @@ It shares nothing with radixkv, neither code nor words, and stands for the cache
 """
 
 from collections.abc import Hashable, Sequence
+from typing import TypeAlias
+
+Key: TypeAlias = tuple[str, tuple[int, ...]]  # salt and whole blocks of tokens
 
 
 class Seq:
@@ -28,7 +31,7 @@ class BlockManager:
         self.total = total
         self.size = size
         self.unused = list(range(total))
-        self.index: dict[tuple[Hashable, tuple[int, ...]], int] = {}
+        self.index: dict[Key, int] = {}
         self.running: list[Seq] = []
 
     def lookup(self, ids: Sequence[int], salt: Hashable = None) -> int:
@@ -73,30 +76,26 @@ class BlockManager:
         for i in reversed(range(seq.num_shared)):
             self.refresh(self.key(seq.salt, seq.ids, i))
 
-    def flush(self) -> None:
-        """Forget what no sequence uses. (What a running one uses stays known: it is not a reset.)"""
-        self.make_room(len(self.index))
-
     # Inside
 
-    def key(self, salt: Hashable, ids: Sequence[int], i: int) -> tuple[Hashable, tuple[int, ...]]:
+    def key(self, salt: Hashable, ids: Sequence[int], i: int) -> Key:
         return repr(salt), tuple(ids[: (i + 1) * self.size])
 
-    def refresh(self, key: tuple[Hashable, tuple[int, ...]]) -> None:
+    def refresh(self, key: Key) -> None:
         self.index[key] = self.index.pop(key)
 
-    def in_use(self) -> set[tuple[Hashable, tuple[int, ...]]]:
-        return {self.key(seq.salt, seq.ids, i) for seq in self.running for i in range(seq.num_shared)}
+    def evictable(self) -> list[Key]:
+        held = {self.key(seq.salt, seq.ids, i) for seq in self.running for i in range(seq.num_shared)}
+        return [key for key in self.index if key not in held]
 
     def make_room(self, num: int) -> None:
-        held = self.in_use()
-        for key in [key for key in self.index if key not in held][:num]:
+        for key in self.evictable()[:num]:
             self.unused.append(self.index.pop(key))
 
     def grow(self, seq: Seq) -> bool:
         num = -(-len(seq.ids) // self.size) - len(seq.blocks)
         short = num - len(self.unused)
-        if short > len(self.index) - len(self.in_use()):
+        if short > len(self.evictable()):
             return False
         self.make_room(max(short, 0))
         seq.blocks += [self.unused.pop() for _ in range(num)]

@@ -84,7 +84,10 @@ def test_requests_of_a_session_keep_their_ids_and_intervals(write):
 
 
 def test_a_slot_starts_a_session_when_its_former_one_was_answered(write):
-    turns = [{"t": 0.0, "in": 64, "out": 1, "api": 2.0, "h": [[1, 1]]}, {"t": 3.0, "in": 64, "out": 1, "api": 4.0, "h": []}]
+    turns = [
+        {"t": 0.0, "in": 64, "out": 1, "api": 2.0, "h": [[1, 1]]},
+        {"t": 3.0, "in": 64, "out": 1, "api": 4.0, "h": []},
+    ]
     trace = read_trace(write(*[{**SESSION, "requests": turns}] * 3), concurrency=1)
     times = [request.time - trace.requests[0].time for request in trace.requests]
     assert times == pytest.approx([0, 3, 7, 10, 14, 17])
@@ -236,12 +239,15 @@ def test_a_bad_line_is_named_with_its_field(write, line, message):
     [
         ({**IDS, "block_size": 32}, "block_size: 32, but 16 before"),
         (TOKENS, "hash_ids: missing"),
-        ({name: IDS[name] for name in IDS if name != "timestamp"}, "timestamp: missing, though the lines before have it"),
+        (
+            {name: IDS[name] for name in IDS if name != "timestamp"},
+            "timestamp: missing, though the lines before have it",
+        ),
         ({name: IDS[name] for name in IDS if name != "output_length"}, "output_length: missing, though"),
     ],
 )
 def test_a_line_unlike_those_before_is_named(write, record, message):
-    path = write({**IDS, "block_size": 16}, {**{"block_size": 16}, **record})
+    path = write({**IDS, "block_size": 16}, {"block_size": 16, **record})
     with pytest.raises(TraceError, match=f":2: {message}"):
         read_trace(path)
 
@@ -303,7 +309,7 @@ def test_skipping_saves_what_precedes_the_break_in_a_gzip_stream(write):
 
 
 def test_skipping_all_is_an_error(write):
-    with pytest.raises(TraceError, match="no request is left, 2 bad lines were skipped, the first: .*:1: not JSON"):
+    with pytest.raises(TraceError, match=r"no request is left, 2 bad lines were skipped, the first: .*:1: not JSON"):
         read_trace(write("bad", "worse"), skip_bad=True)
 
 
@@ -358,10 +364,9 @@ def test_a_line_with_odd_values_is_read_or_named(tmp_path_factory, record, odd):
     path.write_bytes(lines({**record, **odd}))
     try:
         trace = read_trace(path)
-    except TraceError as error:
-        assert "\n" not in str(error)
-    else:
-        assert trace.requests
+    except TraceError:
+        return
+    assert trace.requests
 
 
 # The built-in workload
@@ -423,5 +428,5 @@ def test_the_block_size_of_the_mooncake_traces_is_inferred():
 
 @needs_traces
 def test_a_trace_of_text_is_named():
-    with pytest.raises(TraceError, match=r"mtbench101.*:1: none of the fields .* got|but \['id', 'task', 'messages'\]"):
+    with pytest.raises(TraceError, match=r"mtbench101.*:1: none of the fields .* but \['id', 'task', 'messages'\]"):
         read_trace(TRACES / "mtbench101.jsonl.gz")

@@ -1,0 +1,222 @@
+import gzip
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import radixkv
+from radixkv.cli import main
+
+GOOD = '{"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [0, 1]}\n'
+RADIXKV = [sys.executable, "-c", "import sys; from radixkv.cli import main; sys.exit(main())"]
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(GOOD * 3)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def run_json(capsys, *arguments):
+    assert main(["replay", *map(str, arguments), "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *arguments):
+    """The one line that refuses the arguments."""
+    assert main([*map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("radixkv: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_the_table_has_a_row_for_each_policy_and_capacity_and_defines_its_rates(capsys, trace):
+    assert main(["replay", str(trace), "--capacity", "1,inf", "--policy", "lru,priority"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "trace.jsonl\nrequests: 3, distinct blocks: 2, tokens a block: 512" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith(("lru ", "priority "))]
+    assert [row[:-2] for row in rows] == [
+        ["lru", "1", "512", "2", "33.33", "1,024", "33.33"],
+        ["lru", "inf", "inf", "4", "66.67", "2,048", "66.67"],
+        ["priority", "1", "512", "2", "33.33", "1,024", "33.33"],
+        ["priority", "inf", "inf", "4", "66.67", "2,048", "66.67"],
+    ]
+    assert "% of blocks: hit blocks / all 6 block ids of the prompts" in out
+    assert "% of tokens: those in hit blocks / all 3,072 prompt tokens" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_without_a_trace_the_synthetic_workload_is_replayed(capsys):
+    assert main(["replay", "--capacity", "500"]) == 0
+    out = capsys.readouterr().out
+    assert "synthetic\nrequests: 2,000, " in out
+    assert "prompt blocks, partial last ones included" in out
+    results = [run_json(capsys, *arguments) for arguments in ([], ["--synthetic"])]
+    for row in (row for result in results for row in result["rows"]):
+        del row["seconds"]
+    assert results[0] == results[1]
+
+
+def test_json_alone_goes_to_stdout(capsys, trace):
+    result = run_json(capsys, trace, "--capacity", "1,inf")
+    for row in result["rows"]:
+        assert row.pop("seconds") >= 0
+    counts = {"access_blocks": 6, "prompt_tokens": 3072}
+    assert result == {
+        "trace": str(trace),
+        "requests": 3,
+        "block_size": 512,
+        "rows": [
+            {"policy": "lru", "capacity_blocks": 1, "hit_blocks": 2, "hit_tokens": 1024, **counts},
+            {"policy": "lru", "capacity_blocks": None, "hit_blocks": 4, "hit_tokens": 2048, **counts},
+        ],
+    }
+
+
+def test_json_goes_to_a_file_beside_the_table(capsys, trace, tmp_path):
+    assert main(["replay", str(trace), "--json", str(tmp_path / "out.json")]) == 0
+    assert "policy" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["requests"] == 3
+
+
+def test_json_that_cannot_be_written_is_told_after_the_table(capsys, trace, tmp_path):
+    assert main(["replay", str(trace), "--json", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert "policy" in out
+    assert err == f"radixkv: Invalid value for --json: cannot write {tmp_path}: Is a directory\n"
+
+
+def test_options_reach_the_trace(capsys, trace):
+    assert run_json(capsys, trace, "--limit", "2")["requests"] == 2
+    assert run_json(capsys, trace, "--block-size", "600")["block_size"] == 600
+    assert run_json(capsys, "--limit", "9", "--block-size", "8")["requests"] == 9
+    first, other = (run_json(capsys, "--limit", "50", "--capacity", "inf", "--seed", seed) for seed in (1, 2))
+    assert first["rows"][0]["prompt_tokens"] != other["rows"][0]["prompt_tokens"]
+
+
+def test_repeated_capacities_and_policies_run_once(capsys, trace):
+    assert len(run_json(capsys, trace, "--capacity", "5, 5,inf,inf", "--policy", "lru,lru")["rows"]) == 2
+
+
+def test_the_version_and_the_help_are_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == radixkv.__version__ + "\n"
+    assert main([]) == 0
+    assert "replay" in capsys.readouterr().out
+    assert main(["replay", "--help"]) == 0
+    assert "--capacity" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "mru"], "--policy: 'mru' is not one of lru, lfu, fifo, slru, priority"),
+        (["--policy", ""], "--policy: '' is not one of"),
+        (["--capacity", "0"], "--capacity: '0' is neither inf nor 1 to 2147483647 blocks"),
+        (["--capacity", "abc"], "--capacity: 'abc' is neither"),
+        (["--capacity", "10,-1"], "--capacity: '-1' is neither"),
+        (["--capacity", "10,,20"], "--capacity: '' is neither"),
+        (["--capacity", "2147483648"], "--capacity: '2147483648' is neither"),
+        (["--capacity", "1" * 5000], "is neither"),
+        (["--limit", "0"], "'--limit': must be a whole number from 1 to 2147483647, got '0'"),
+        (["--limit", "many"], "'--limit': must be a whole number from 1 to 2147483647, got 'many'"),
+        (["--block-size", "0"], "'--block-size': must be a whole number from 1 to 1048576, got '0'"),
+        (["--block-size", "1048577"], "'--block-size': must be a whole number from 1 to 1048576, got '1048577'"),
+        (["--concurrency", "0"], "'--concurrency': must be a whole number from 1 to"),
+        (["--seed", "1.5"], "'--seed': must be a whole number from 0 to 2147483647, got '1.5'"),
+        (["--synthetic", "FILE"], "--synthetic: not with a TRACE (FILE)"),
+        (["a", "b"], "unexpected extra argument"),
+        (["--frobnicate"], "--frobnicate"),
+    ],
+)
+def test_bad_arguments_get_one_line_with_value_and_bound(capsys, arguments, message):
+    assert message in refused(capsys, "replay", *arguments)
+
+
+def test_an_unknown_command_gets_one_line(capsys):
+    assert "frobnicate" in refused(capsys, "frobnicate")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", ": the file is empty"),
+        (GOOD.encode() + b"hello\n", ":2: not JSON"),
+        (GOOD.encode() * 2 + GOOD.encode()[:40], ":3: not JSON: .*; the file ends mid-line"),
+        (GOOD.replace("1024", "-1").encode(), ":1: input_length: must be"),
+        (GOOD.replace("[0, 1]", "7").encode(), ":1: hash_ids: must be a list"),
+        (GOOD.replace("hash_ids", "ids").encode(), ":1: none of the fields hash_ids"),
+        (b"\x7fELF\x02\x01\x01\0\0\xff", ":1: not UTF-8 text: byte 0xff at column 10"),
+        (gzip.compress(GOOD.encode() * 5000)[:-10], ":[0-9]+: the gzip stream is broken"),
+    ],
+)
+def test_a_bad_file_gets_one_line(capsys, tmp_path, content, message):
+    path = tmp_path / "trace"
+    path.write_bytes(content)
+    line = refused(capsys, "replay", path)
+    assert re.search(f"{path}{message}", line)
+
+
+def test_a_directory_and_a_missing_file_get_one_line(capsys, tmp_path):
+    assert refused(capsys, "replay", tmp_path) == f"radixkv: {tmp_path}: Is a directory\n"
+    assert "No such file or directory" in refused(capsys, "replay", tmp_path / "nothing")
+
+
+def test_skipped_lines_are_counted_and_told(capsys, trace):
+    trace.write_text(GOOD + "bad\n" * 9 + GOOD)
+    assert main(["replay", str(trace), "--skip-bad", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["skipped"] == 9
+    assert err.splitlines()[0] == "radixkv: bad lines skipped: 9, the first:"
+    assert err.splitlines()[1].startswith(f"  {trace}:2: not JSON")
+    assert len(err.splitlines()) == 4
+
+
+def test_skipping_every_line_is_an_error(capsys, trace):
+    trace.write_text("bad\n" * 9)
+    assert "no request is left, 9 bad lines were skipped" in refused(capsys, "replay", trace, "--skip-bad")
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with subprocess.Popen([*RADIXKV, "replay", str(fifo)], stderr=subprocess.PIPE) as process:
+        with open(fifo, "wb"):  # waits until the program has opened it to read
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("arguments", [["replay"], ["replay", "--json", "-"], ["--help"]])
+def test_a_closed_stdout_gives_no_traceback(arguments):
+    with subprocess.Popen([*RADIXKV, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) in (0, 1)
+
+
+def test_progress_is_shown_on_a_terminal_and_not_on_stdout(trace):
+    terminal, end = pty.openpty()
+    with subprocess.Popen([*RADIXKV, "replay", str(trace)], stdout=subprocess.PIPE, stderr=end) as process:
+        out = process.stdout.read()
+        process.wait(60)
+    shown = os.read(terminal, 100_000)
+    os.close(end)
+    os.close(terminal)
+    assert b"reading" in shown
+    assert b"reading" not in out
+    assert b"lru" in out
