@@ -2,8 +2,8 @@
 
     python bench/manager.py [--requests 3000] [--leaves 100000]
 
-Conversation requests are those of the Mooncake trace, each of its block ids expanded to 512 tokens that are seeded by the
-id; a request is matched and allocated, its prompt committed, its output appended in one piece, committed but for the last
+Conversation requests are those of the Mooncake trace, each block id expanded to 512 tokens that are seeded by the
+id; a request is allocated, its prompt committed, its output appended in one piece, committed but for the last
 token, and freed. CPU time of the manager's calls alone, measured by the thread's clock.
 """
 

