@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from radixkv.errors import OutOfBlocksError
+from radixkv.explanation import Explanation, explain
 from radixkv.policy import make_policy
 from radixkv.pool import BlockPool
-from radixkv.stats import Explanation, Stats
-from radixkv.tokens import TOKEN_BYTES, Tokens, check_range, check_token, common_units, pack, unpack_token
-from radixkv.tree import NO_NODE, Policy, RadixTree, shown_name, typed_name
+from radixkv.stats import Stats
+from radixkv.tokens import TOKEN_BYTES, Tokens, check_range, check_token, pack
+from radixkv.tree import NO_NODE, Policy, RadixTree, typed_name
 
 _MAX_BLOCKS = 2**31 - 1  # block ids are int32
 _MAX_BLOCK_SIZE = 2**20
@@ -402,43 +403,11 @@ class PrefixCache:
     def explain(self, tokens: Tokens, *, namespace: Hashable = None) -> Explanation:
         """Why the hit of `tokens` ends where it does. Changes nothing.
 
-        Not for the hot path: O(tokens x namespaces + children where the hit ends).
+        What would have matched is counted too. Not for the hot path: O(tokens x namespaces + children where it ends).
         """
         key = pack(tokens)
         check_range(key)
-        tree, size = self._tree, self._block_size
-        name = typed_name(namespace)
-        whole = len(key) - len(key) % tree.width
-        path, num, part = tree.find(tree.root(name), key, 0, whole)
-        num_tokens, hit, pos = len(key) // TOKEN_BYTES, num * size, num * tree.width
-        if hit == num_tokens and hit:
-            return Explanation("hit", num_tokens, hit, hit)
-        if pos == whole:
-            return Explanation("shorter than a block", num_tokens, hit, hit)
-        if not part and (lost := tree.num_evicted_behind(name, path, key, pos)):
-            return Explanation("evicted", num_tokens, hit, hit, lost * size)
-        others = (
-            (tree.find(tree.root(other), key, 0, whole)[1] * size, other) for other in tree.names() if other != name
-        )
-        other_hit, other = max(others, default=(0, None), key=lambda found: found[0])
-        if other_hit > hit:
-            return Explanation("another namespace", num_tokens, hit, hit, other_hit - hit, namespace=shown_name(other))
-        longest, cached = -1, b""
-        for block in tree.continuations(path[-1] if path else tree.root(name), part):
-            common = common_units(key, pos, block, TOKEN_BYTES)
-            if common > longest:
-                longest, cached = common, bytes(block[common * TOKEN_BYTES :])
-        if longest < 0 or not (hit or longest):  # no cached prompt goes on from here, or begins with the same token
-            return Explanation("nothing cached", num_tokens, hit, hit)
-        position = hit + longest
-        return Explanation(
-            "diverged",
-            num_tokens,
-            hit,
-            position,
-            prompt_token=unpack_token(key, position),
-            cached_token=unpack_token(cached, 0),
-        )
+        return explain(self._tree, typed_name(namespace), key)
 
     def draw(self, *, max_nodes: int = 100) -> str:
         """The tree as text: token ranges, block ids, and how many hold them; at most `max_nodes` nodes."""

@@ -9,7 +9,7 @@ import inspect
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
@@ -111,7 +111,8 @@ class Running:
     table: list[int]
     num_shared: int
     num_committed: int
-    cacheable: bool = True
+    cacheable: bool
+    held: frozenset[int] = frozenset()  # blocks that it keeps since its namespace was cleared
     name: str = "the new request"
 
     def __repr__(self) -> str:
@@ -134,13 +135,12 @@ class Model:
         self.content: dict[int, Prefix] = {}
         self.running: list[Running] = []
         self.stats: Counter[str] = Counter()
-        self._num_resets = 0
         self._num_clears: Counter[str] = Counter()
         self._tick = 0
 
     def space(self, namespace: Hashable) -> Space:
         name = repr(namespace)  # keeps 1, True, "1" and ("1",) apart
-        return name, self._num_resets + self._num_clears[name]
+        return name, self._num_clears[name]
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -170,8 +170,8 @@ class Model:
 
     def used(self) -> set[int]:
         """The blocks that no eviction can give back."""
-        held = {self.cached[prefix] for prefix in self.pinned() if prefix in self.cached}
-        return held.union(*(request.table for request in self.running))
+        pinned = {self.cached[prefix] for prefix in self.pinned() if prefix in self.cached}
+        return pinned.union(*(request.table for request in self.running), *(request.held for request in self.running))
 
     def counts(self) -> dict[str, int]:
         """The public counts of blocks, by name."""
@@ -203,17 +203,15 @@ class Model:
                 self._tick += 1
                 self.released[prefix] = self._tick
 
-    def clear(self, namespace: Hashable) -> None:
-        self._num_clears[repr(namespace)] += 1
-        self._forget()
-
-    def reset(self) -> None:
-        self._num_resets += 1
-        self._forget()
-
-    def _forget(self) -> None:
-        current = {name: self._num_resets + self._num_clears[name] for (name, _), _ in self.cached}
-        self.cached = {prefix: block for prefix, block in self.cached.items() if prefix[0][1] == current[prefix[0][0]]}
+    def clear(self, *namespaces: Hashable) -> None:
+        """Forget what is cached under the namespaces; requests that hold some of it keep those blocks."""
+        for namespace in namespaces:
+            space = self.space(namespace)
+            for request in self.running:
+                if request.space == space:
+                    request.held |= {self.cached[prefix] for prefix in self.path(request) if prefix in self.cached}
+            self.cached = {prefix: block for prefix, block in self.cached.items() if prefix[0] != space}
+            self._num_clears[repr(namespace)] += 1
 
 
 # The state machine
@@ -374,7 +372,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def forget(self, namespace: Hashable, everything: bool) -> None:
         if hasattr(self.cache, "reset") and (everything or not hasattr(self.cache, "clear")):
             self.cache.reset()
-            self.model.reset()
+            self.model.clear(None, *self.namespaces)
         else:
             self.cache.clear(namespace)
             self.model.clear(namespace)

@@ -341,16 +341,31 @@ class RadixTree:
 
     # What explains and proves
 
-    def continuations(self, node: int, part: int) -> Iterator[bytearray]:
-        """The next block of everything that is cached after a match that ended at `node`, inside it where `part`.
+    def continuations(self, node: int, part: int) -> Iterator[tuple[int, int]]:
+        """Where everything that is cached after a match that ended at `node`, inside it where `part`, goes on.
 
-        O(children of the node).
+        As (node, blocks of it that come before). O(children of the node).
         """
         if part:
-            yield self._edges[node][part * self.width : (part + 1) * self.width]
-            return
-        for child in self._children.get(node, {}).values():
-            yield self._edges[child][: self.width]
+            yield node, part
+        else:
+            for child in self._children.get(node, {}).values():
+                yield child, 0
+
+    def block_at(self, node: int, start: int) -> bytearray:
+        """The tokens of block `start` of a node."""
+        return self._edges[node][start * self.width : (start + 1) * self.width]
+
+    def run_beside(self, node: int, start: int, key: bytes, pos: int) -> bytearray:
+        """What is cached from block `start` of `node` on, into children that agree with `key`, there at byte `pos`."""
+        run = self._edges[node][start * self.width :]
+        while family := self._children.get(node):
+            child = family.get(key[pos + len(run) : pos + len(run) + self.width])
+            if child is None:
+                break
+            run += self._edges[child]
+            node = child
+        return run
 
     def num_evicted_behind(self, name: Name, path: list[int], key: bytes, pos: int) -> int:
         """How many blocks of `key` from byte `pos` on were evicted from behind the whole nodes of `path`."""

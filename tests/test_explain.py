@@ -29,11 +29,13 @@ def cache() -> PrefixCache:
         ([], "0 of 0 tokens cached: the last 0 tokens do not fill a block"),
         (
             [0, 1, 2, 3, 4, 5, 60, 7, 8],
-            "4 of 9 tokens cached: diverged at token 6 from a cached prompt, which has 6 where this one has 60",
+            "4 of 9 tokens cached: diverged at token 6 from a cached prompt, which has 6 where this one has 60; "
+            "but for that, 4 more would have matched",
         ),
         (
             [0, 1, 2, 30, 4],
-            "0 of 5 tokens cached: diverged at token 3 from a cached prompt, which has 3 where this one has 30",
+            "0 of 5 tokens cached: diverged at token 3 from a cached prompt, which has 3 where this one has 30; "
+            "but for that, 4 more would have matched",
         ),
         (range(20), "12 of 20 tokens cached: nothing is cached from token 12 on"),
         (range(50, 60), "0 of 10 tokens cached: nothing is cached from token 0 on"),
@@ -51,6 +53,20 @@ def test_diverged_names_the_closest_cached_prompt(cache: PrefixCache) -> None:
     found = cache.explain([0, 1, 2, 3, 4, 5, 6, 71])
     assert (found.reason, found.num_cached_tokens, found.position) == ("diverged", 4, 7)
     assert (found.prompt_token, found.cached_token) == (71, 7)
+
+
+def test_a_changed_front_says_what_it_costs(cache: PrefixCache) -> None:
+    """A timestamp at the front of an otherwise equal prompt."""
+    serve(cache, [9, *range(100, 107)])
+    found = cache.explain([99, *range(1, 12)])
+    assert (found.reason, found.position, found.prompt_token, found.cached_token) == ("diverged", 0, 99, 0)
+    assert found.num_lost_tokens == 12
+    assert cache.explain([99, 98, *range(2, 9), 97, 10, 11]).num_lost_tokens == 8  # up to the next difference
+
+
+def test_what_branches_off_is_counted_into_the_loss(cache: PrefixCache) -> None:
+    serve(cache, [*range(8), 80, 81, 82, 83, 84, 85, 86, 87])
+    assert cache.explain([99, *range(1, 8), 80, 81, 82, 83, 84, 85, 86, 87]).num_lost_tokens == 16
 
 
 def test_evicted_says_how_much_would_have_matched(cache: PrefixCache) -> None:
