@@ -1,10 +1,11 @@
 """Which prefixes were evicted lately, in bounded memory: what `explain` needs, and nothing decides by.
 
 A record hangs under the place where the evicted run began: the serial number of the prefix it continued, and its first
-block of tokens. Serial numbers are never reused, so a record cannot be taken for another prefix's.
+block of tokens. Serial numbers are never reused, so a record cannot be taken for another prefix's. Records are only
+kept in their order; they are looked up by reading all of them, since evictions are many and questions few.
 """
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Hashable
 from typing import TypeAlias
 
@@ -24,28 +25,24 @@ class EvictedPrefixes:
         self._max_runs = max_runs
         self._max_bytes = max_tokens * TOKEN_BYTES
         self._num_bytes = 0
-        # (place, first block) -> (the run's packed tokens, the serial of its end)
-        self._records: OrderedDict[tuple[Place, bytes], tuple[bytearray, int]] = OrderedDict()
+        self._records: deque[tuple[Place, bytearray, int]] = deque()  # (place, the run's tokens, the serial of its end)
 
     def record(self, place: Place, run: bytearray, end: int) -> None:
         """`run` was evicted; it continued `place`, and ended at serial `end`. O(1) amortised; keeps `run`."""
         if len(run) > self._max_bytes:
             del run[self._max_bytes - self._max_bytes % self._width :]
         records = self._records
-        key = (place, bytes(run[: self._width]))
-        known = records.pop(key, None)
-        if known is not None:
-            self._num_bytes -= len(known[0])
-        records[key] = (run, end)
+        records.append((place, run, end))
         self._num_bytes += len(run)
         while len(records) > self._max_runs or self._num_bytes > self._max_bytes:
-            self._num_bytes -= len(records.popitem(last=False)[1][0])
+            self._num_bytes -= len(records.popleft()[1])
 
     def match(self, place: Place, key: bytes, pos: int) -> int:
-        """How many whole blocks of `key` from byte `pos` on, which continues `place`, were evicted."""
-        num = 0
+        """How many whole blocks of `key` from byte `pos` on, which continues `place`, were evicted. O(records)."""
         width = self._width
-        while record := self._records.get((place, key[pos : pos + width])):
+        latest = {(place, bytes(run[:width])): (run, end) for place, run, end in self._records}
+        num = 0
+        while record := latest.get((place, key[pos : pos + width])):
             run, place = record
             common = common_units(key, pos, run, width)
             num += common
@@ -56,8 +53,8 @@ class EvictedPrefixes:
 
     def forget(self, place: Place) -> None:
         """Drop the records that continue `place`; those behind them can no longer be reached. O(records)."""
-        for key in [key for key in self._records if key[0] == place]:
-            self._num_bytes -= len(self._records.pop(key)[0])
+        self._records = deque(record for record in self._records if record[0] != place)
+        self._num_bytes = sum(len(run) for _, run, _ in self._records)
 
     def clear(self) -> None:
         """Drop every record."""

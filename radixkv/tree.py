@@ -236,9 +236,11 @@ class RadixTree:
 
         Returns the node it is held at now and the blocks passed.
         """
+        if node not in self._children:
+            return node, _NO_BLOCKS
         path, num, part = self.find(node, key, pos, end)
         if not num:
-            return node, array("i")
+            return node, _NO_BLOCKS
         blocks = self.blocks_of(path, part)
         lower = self._split(path[-1], part) if part else path[-1]
         self.hold_node(lower)
@@ -537,6 +539,7 @@ class RadixTree:
         return nodes
 
 
+_NO_BLOCKS = array("i")  # shared, never changed
 _UNUSED = -2  # in the column of parents
 
 
