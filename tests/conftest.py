@@ -2,10 +2,13 @@
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
-_ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-
-settings.register_profile("quick", _ANY_SPEED, max_examples=60, stateful_step_count=40)
-settings.register_profile("deep", _ANY_SPEED, max_examples=3000, stateful_step_count=80)
+common = settings(
+    deadline=None,  # the machines that tests run on are busy
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=set(Phase) - {Phase.explain},  # which takes longer than to find and to shrink
+)
+settings.register_profile("quick", common, max_examples=60, stateful_step_count=25)
+settings.register_profile("deep", common, max_examples=400, stateful_step_count=100)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

@@ -1,6 +1,6 @@
-"""Another engine's cache, as simple as it can be: a dict of prefixes, least recently ended first.
+"""Other engines' caches, as simple as they can be: a dict of prefixes, and a queue of blocks that remember theirs.
 
-It shares nothing with radixkv, neither code nor words, and stands for the caches that `radixkv.testing` is for.
+They share nothing with radixkv, neither code nor words, and stand for the caches that `radixkv.testing` is for.
 """
 
 from collections.abc import Hashable, Sequence
@@ -99,4 +99,52 @@ class BlockManager:
             return False
         self.make_room(max(short, 0))
         seq.blocks += [self.unused.pop() for _ in range(num)]
+        return True
+
+
+class QueueManager(BlockManager):
+    """One queue of the blocks that nobody uses; each is known by its prefix until its turn comes to be used again.
+
+    So it evicts while it has blocks that hold nothing, and keeps as many copies of a prefix as were computed.
+    """
+
+    def __init__(self, total: int, size: int) -> None:
+        super().__init__(total, size)
+        self.copies: dict[Key, list[int]] = {}
+        self.known: dict[int, Key] = {}
+
+    def begin(self, ids: Sequence[int], salt: Hashable = None) -> Seq | None:
+        self.index = {key: copies[0] for key, copies in self.copies.items()}
+        before = list(self.unused)
+        hits = min(self.lookup(ids, salt), (len(ids) - 1) // self.size)
+        held = [self.index[self.key(salt, ids, i)] for i in range(hits)]
+        self.unused = [block for block in self.unused if block not in held]
+        seq = super().begin(ids, salt)
+        if seq is None:
+            self.unused = before
+        return seq
+
+    def publish(self, seq: Seq, num_tokens: int) -> None:
+        for i in range(seq.num_shared, num_tokens // self.size):
+            key = self.known[seq.blocks[i]] = self.key(seq.salt, seq.ids, i)
+            self.copies.setdefault(key, []).append(seq.blocks[i])
+            seq.num_shared = i + 1
+
+    def end(self, seq: Seq) -> None:
+        self.running.remove(seq)
+        used = {block for other in self.running for block in other.blocks}
+        self.unused += [block for block in reversed(seq.blocks) if block not in used]
+
+    def grow(self, seq: Seq) -> bool:
+        num = -(-len(seq.ids) // self.size) - len(seq.blocks)
+        if num > len(self.unused):
+            return False
+        for block in self.unused[:num]:
+            seq.blocks.append(block)
+            if block in self.known:
+                key = self.known.pop(block)
+                self.copies[key].remove(block)
+                if not self.copies[key]:
+                    del self.copies[key]
+        del self.unused[:num]
         return True

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
+from naive_cache import QueueManager
 
 from radixkv import OutOfBlocksError, PrefixCache
 from radixkv.policy import POLICIES
@@ -69,8 +70,18 @@ def test_radixkv_behaves_like_the_model(policy: Any, swap: bool) -> None:
 def test_another_engines_cache_behaves_like_the_model(promise: Any) -> None:
     """The example in the docs runs, and weaker promises hold where a stronger one does."""
 
-    class Machine(names_in_docs()["Machine"]):  # type: ignore[misc]
+    class Machine(names_in_docs()["Machine"]):
         eviction = promise
+
+    run_state_machine_as_test(Machine)
+
+
+def test_a_cache_without_a_tree_behaves_like_the_model() -> None:
+    names = names_in_docs()
+    names["Adapter"].manager_class = QueueManager
+
+    class Machine(names["Machine"]):
+        eviction = "any"
 
     run_state_machine_as_test(Machine)
 
