@@ -30,7 +30,8 @@ class KVStore:
     - "int8": |x - x'| <= amax / 254, where amax is the largest magnitude of that token and head,
     - "fp8" (e4m3): |x - x'| <= max(|x| / 16, amax / 458,752),
 
-    plus the rounding to the dtype of K and V. A byte an element and four a token and head: 0.53 of bf16 at head_dim 64.
+    plus the rounding to the dtype of K and V; magnitudes below 1e-30 may become 0. A byte an element and four a token
+    and head: 0.53 of bf16 at head_dim 64.
     Reading is deterministic, so a hit served twice is the same twice.
 
     Takes no lock. Threads may read and write different blocks at once, but not two of them the first of a layer.
@@ -118,6 +119,8 @@ class KVStore:
 
         Raises: ValueError where shape, dtype or device are not the layer's, and for a slot that does not exist.
         """
+        if not slots.is_cuda:  # there it would wait for the device, which checks by itself
+            self._check_range("slots", slots, self.num_blocks * self.block_size)
         sides = self._layers.get(layer)
         if sides is None:
             self._check_shapes(layer, k, v, slots)
@@ -129,12 +132,8 @@ class KVStore:
                     f"on {side.device}, got {tuple(x.shape)} {x.dtype} on {x.device}"
                 )
         slots = slots.to(sides[0].device)
-        try:
-            for side, x in zip(sides, (k, v), strict=True):
-                side.write(slots, x)
-        except (IndexError, RuntimeError) as error:
-            self._check_range("slots", slots, self.num_blocks * self.block_size)
-            raise error
+        for side, x in zip(sides, (k, v), strict=True):
+            side.write(slots, x)
 
     def read(self, layer: int, blocks: Blocks, num_tokens: int, out: KV | None = None) -> KV:
         """K and V of the first `num_tokens` tokens in `blocks`, `(num_tokens, num_kv_heads, head_dim)` each: copies.
@@ -190,9 +189,10 @@ class KVStore:
                 )
 
     def _check_range(self, name: str, indices: torch.Tensor, bound: int) -> None:
-        bad = indices[(indices < 0) | (indices >= bound)]
-        if len(bad):
-            raise ValueError(f"{name} must be in [0, {bound}), got {int(bad[0])}")
+        if len(indices):
+            low, high = (int(x) for x in indices.aminmax())
+            if low < 0 or high >= bound:
+                raise ValueError(f"{name} must be in [0, {bound}), got {low if low < 0 else high}")
 
     def __repr__(self) -> str:
         return (
