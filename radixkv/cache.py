@@ -1,11 +1,12 @@
 """The life of a request over cached prefixes: the only place where tree, pool and counters change in one call."""
 
 import operator
+import os
 from array import array
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from radixkv.errors import OutOfBlocksError
 from radixkv.explanation import Explanation, explain
@@ -15,9 +16,13 @@ from radixkv.stats import Stats
 from radixkv.tokens import TOKEN_BYTES, Tokens, check_range, check_token, pack
 from radixkv.tree import NO_NODE, Policy, RadixTree, typed_name
 
+if TYPE_CHECKING:
+    from radixkv.record import Recorder
+
 _MAX_BLOCKS = 2**31 - 1  # block ids are int32
 _MAX_BLOCK_SIZE = 2**20
 _NOTHING = range(0)
+_NO_BLOCKS = array("i")  # shared, never changed in place
 
 
 class Request:
@@ -41,7 +46,7 @@ class Request:
         "_table",
     )
 
-    def __init__(self, cache: "PrefixCache", prompt: bytes, priority: int) -> None:
+    def __init__(self, cache: "PrefixCache", prompt: bytes, table: "array[int]", priority: int) -> None:
         self._cache: PrefixCache | None = cache  # None once freed
         self._prompt = prompt
         self._generated = array("i")
@@ -51,8 +56,8 @@ class Request:
         self._published = 0
         self._root = self._node = NO_NODE
         self._priority = priority
-        self._table = array("i")
-        self._duplicates = array("i")  # blocks of its own in the published part, where tables are append-only
+        self._table = table
+        self._duplicates = _NO_BLOCKS  # blocks of its own in the published part, where tables are append-only
 
     @property
     def num_tokens(self) -> int:
@@ -106,13 +111,20 @@ class PrefixCache:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int = 16, *, policy: str | Policy = "lru", swap_duplicates: bool = True
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        policy: str | Policy = "lru",
+        swap_duplicates: bool = True,
+        record: "str | os.PathLike[str] | Recorder | None" = None,
     ) -> None:
         """A cache of `num_blocks` blocks of `block_size` tokens each, 4 bytes a block before anything is cached.
 
         `policy` is "lru", "lfu", "fifo", "slru", "priority" or an object of one's own (see `radixkv.policy`). Where two
         requests computed the same block, the later table is switched to the cached copy by `commit`; with
-        `swap_duplicates=False` tables only ever grow, and the request keeps its copy until it is freed.
+        `swap_duplicates=False` tables only ever grow, and the request keeps its copy until it is freed. `record` names
+        a file to which a trace is written that can be replayed, of hashes (see `radixkv.record`).
         """
         self._num_blocks = _integer("num_blocks", num_blocks, 1, _MAX_BLOCKS)
         self._block_size = _integer("block_size", block_size, 1, _MAX_BLOCK_SIZE)
@@ -122,6 +134,11 @@ class PrefixCache:
         self._tree = RadixTree(self._block_size, self._policy)
         self._stats = Stats()
         self._running: set[Request] = set()
+        self.record: Recorder | None = None
+        if record is not None:
+            from radixkv.record import start_record  # here: importing radixkv stays fast
+
+            self.record = start_record(self, record)
 
     # Questions
 
@@ -194,9 +211,11 @@ class PrefixCache:
         for bad values, TypeError for bad types.
         """
         key = pack(tokens)
-        priority = _integer("priority", priority, -(2**63) + 1, 2**63 - 1)
-        min_prefill_tokens = _integer("min_prefill_tokens", min_prefill_tokens, 0, None)
-        name = typed_name(namespace)
+        if type(priority) is not int or not -(2**63) < priority < 2**63:
+            priority = _integer("priority", priority, -(2**63) + 1, 2**63 - 1)
+        if type(min_prefill_tokens) is not int or min_prefill_tokens < 0:
+            min_prefill_tokens = _integer("min_prefill_tokens", min_prefill_tokens, 0, None)
+        name = None if namespace is None else typed_name(namespace)
         num_tokens = len(key) // TOKEN_BYTES
         if not num_tokens:
             raise ValueError("a prompt must have at least 1 token, got 0")
@@ -223,8 +242,8 @@ class PrefixCache:
                 self._stats.failed_allocations += 1
                 raise OutOfBlocksError(num_needed, len(self._pool), num_evictable)
 
-        request = Request(self, key, priority)
-        table = request._table = tree.blocks_of(path, part)
+        table = tree.blocks_of(path, part)
+        request = Request(self, key, table, priority)
         if cacheable:
             request._root, request._node = tree.hold(root, name, path, part)
         try:
@@ -282,7 +301,7 @@ class PrefixCache:
                 self._pool.give(own)
                 self._stats.duplicates_freed += len(own)
             else:
-                request._duplicates += own
+                request._duplicates = request._duplicates + own
             first = after
         if pos < stop:
             node = tree.insert(node, bytearray(memoryview(key)[pos:stop]), table[first : end // size])
@@ -348,7 +367,10 @@ class PrefixCache:
         num_shared = request._published // self._block_size
         own = request._table[num_shared:]
         copies = self._take(len(own))
-        fork = Request(self, request._prompt, request._priority)
+        table = request._table[:num_shared]
+        if request._duplicates:  # those are the request's; the tree's hold the same
+            table = self._tree.blocks_of(self._tree.path_to(request._node), 0)
+        fork = Request(self, request._prompt, table + copies, request._priority)
         fork._generated = request._generated[:]
         fork._num_tokens = request._num_tokens
         fork._num_cached = fork._published = request._published
@@ -356,10 +378,6 @@ class PrefixCache:
         fork._root, fork._node = request._root, request._node
         if request._node != NO_NODE:
             self._tree.hold_node(request._node)
-        fork._table = request._table[:num_shared]
-        if request._duplicates:  # those are the request's; the tree's hold the same
-            fork._table = self._tree.blocks_of(self._tree.path_to(request._node), 0)
-        fork._table += copies
         self._running.add(fork)
         return fork, list(zip(own, copies, strict=True))
 
@@ -372,7 +390,9 @@ class PrefixCache:
             raise self._not_ours(request)
         self._running.remove(request)
         request._cache = None
-        self._pool.give(request._table[request._published // self._block_size :] + request._duplicates)
+        self._pool.give(request._table[request._published // self._block_size :])
+        if request._duplicates:
+            self._pool.give(request._duplicates)
         if request._node == NO_NODE:
             return
         if self._tree.is_live(request._root):

@@ -7,7 +7,8 @@ What is counted:
 """
 
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from radixkv.cache import PrefixCache
 from radixkv.tokens import TOKEN_BYTES
-from radixkv.trace import IdRequest, IdTrace, Progress, TokenTrace, Trace
+from radixkv.trace import IdRequest, IdTrace, Progress, TokenRequest, TokenTrace, Trace
 from radixkv.tree import Policy
 
 _Request = TypeVar("_Request")
@@ -56,12 +57,27 @@ def replay(
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity must be at least 1 block, got {capacity}")
     started = time.perf_counter()
-    if isinstance(trace, IdTrace):
-        counts = _replay_ids(trace, capacity, policy, progress)
-    else:
-        counts = _replay_tokens(trace, capacity, policy, progress)
+    hit_blocks = access_blocks = hit_tokens = prompt_tokens = 0
+    for request, hit in replayed(trace, capacity, policy, progress=progress):
+        hit_blocks += hit
+        hit_tokens += min(hit * trace.block_size, request.num_prompt_tokens)
+        prompt_tokens += request.num_prompt_tokens
+        if isinstance(request, IdRequest):
+            access_blocks += request.num_blocks
+        else:
+            access_blocks += -(-request.num_prompt_tokens // trace.block_size)
     name = policy if isinstance(policy, str) else type(policy).__name__
+    counts = hit_blocks, access_blocks, hit_tokens, prompt_tokens
     return Row(name, capacity, *counts, seconds=time.perf_counter() - started)
+
+
+def replayed(
+    trace: Trace, capacity: int | None, policy: str | Policy = "lru", *, progress: Progress | None = None
+) -> Iterator[tuple[IdRequest | TokenRequest, int]]:
+    """As `replay`, request by request: each with its number of hit blocks."""
+    if isinstance(trace, IdTrace):
+        return _replay_ids(trace, capacity, policy, progress)
+    return _replay_tokens(trace, capacity, policy, progress)
 
 
 def default_capacities(num_blocks: int) -> list[int | None]:
@@ -75,29 +91,24 @@ def default_capacities(num_blocks: int) -> list[int | None]:
 
 def _replay_ids(
     trace: IdTrace, capacity: int | None, policy: str | Policy, progress: Progress | None
-) -> tuple[int, int, int, int]:
+) -> Iterator[tuple[IdRequest, int]]:
     """Every id is one token in a block of one: ids are chained, so the tree of ids is the tree of prefixes."""
     num_blocks = _at_most(capacity, trace.num_blocks)
     cache = PrefixCache(num_blocks, 1, policy=policy)
-    hit_blocks = access_blocks = hit_tokens = prompt_tokens = 0
     for request in _watched(trace.requests, progress):
-        ids = _packed_ids(request)
-        access_blocks += len(ids) // TOKEN_BYTES
-        prompt_tokens += request.num_prompt_tokens
-        if not ids:
+        path = packed_ids(request.runs if request.path is None else request.path)
+        if not path:
+            yield request, 0
             continue
-        running = cache.allocate(ids[: num_blocks * TOKEN_BYTES], min_prefill_tokens=0)
-        hit = running.num_cached_tokens
+        running = cache.allocate(path[: num_blocks * TOKEN_BYTES], min_prefill_tokens=0)
+        yield request, min(running.num_cached_tokens, request.num_blocks)
         cache.commit(running)
         cache.free(running)
-        hit_blocks += hit
-        hit_tokens += min(hit * trace.block_size, request.num_prompt_tokens)
-    return hit_blocks, access_blocks, hit_tokens, prompt_tokens
 
 
 def _replay_tokens(
     trace: TokenTrace, capacity: int | None, policy: str | Policy, progress: Progress | None
-) -> tuple[int, int, int, int]:
+) -> Iterator[tuple[TokenRequest, int]]:
     """As an engine does: at least one token is prefilled, and the last token of the answer never has KV."""
     block_size = trace.block_size
     longest = max(
@@ -106,33 +117,29 @@ def _replay_tokens(
     num_blocks = _at_most(capacity, trace.num_blocks + longest)  # all that is cached, and the blocks of one request
     cache = PrefixCache(num_blocks, block_size, policy=policy)
     room = num_blocks * block_size * TOKEN_BYTES
-    hit_tokens = access_blocks = prompt_tokens = 0
     for request in _watched(trace.requests, progress):
-        access_blocks += -(-request.num_prompt_tokens // block_size)
-        prompt_tokens += request.num_prompt_tokens
-        running = cache.allocate(request.tokens[:room])
-        hit_tokens += running.num_cached_tokens
+        running = cache.allocate(request.tokens[:room], namespace=request.namespace)
+        yield request, running.num_cached_tokens // block_size
         cache.commit(running)
         output = request.output_tokens[: max(0, room - len(request.tokens))]
         if output:
             cache.append(running, output)
             cache.commit(running, running.num_tokens - 1)
         cache.free(running)
-    return hit_tokens // block_size, access_blocks, hit_tokens, prompt_tokens
 
 
 def _at_most(capacity: int | None, num_needed: int) -> int:
     return max(1, num_needed if capacity is None else min(capacity, num_needed))
 
 
-def _packed_ids(request: IdRequest) -> bytes:
-    runs = request.runs
+def packed_ids(runs: "array[int]") -> bytes:
+    """The ids of half open runs, packed."""
     return b"".join(
         np.arange(start, end, dtype="<i4").tobytes() for start, end in zip(runs[::2], runs[1::2], strict=True)
     )
 
 
-def _watched(requests: list[_Request], progress: Progress | None) -> Iterator[_Request]:
+def _watched(requests: Sequence[_Request], progress: Progress | None) -> Iterator[_Request]:
     for number, request in enumerate(requests):
         if progress is not None and number % 64 == 0:
             progress(number / len(requests))

@@ -194,7 +194,10 @@ def test_skipping_every_line_is_an_error(capsys, trace):
 def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    with subprocess.Popen([*RADIXKV, "replay", str(fifo)], stderr=subprocess.PIPE) as process:
+    # subtle: a background job of a shell starts with Ctrl-C ignored, and so would this program
+    listen = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [sys.executable, "-c", listen + "from radixkv.cli import main; sys.exit(main())", "replay", str(fifo)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         with open(fifo, "wb"):  # waits until the program has opened it to read
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 130

@@ -12,7 +12,7 @@ LAYERS = [
     {"errors", "tokens", "pool", "stats"},
     {"evicted"},
     {"tree"},
-    {"policy", "explanation"},
+    {"policy", "explanation", "record"},
     {"cache"},
 ]
 HEAVY = {"torch", "transformers", "hypothesis", "matplotlib", "zmq"}

@@ -1,5 +1,8 @@
 import gzip
 import json
+import subprocess
+import sys
+import tracemalloc
 from array import array
 from pathlib import Path
 
@@ -61,12 +64,16 @@ def test_ids_of_any_size_are_numbered_by_first_appearance(write):
     assert runs_of(trace) == [[0, 3], [0, 2, 3, 4]]
 
 
+def test_runs_that_adjoin_are_one(write):
+    trace = read_trace(write({**RUNS, "hash_runs": [[0, 2], [3, 5]]}, {**RUNS, "hash_runs": [[0, 5]]}))
+    assert runs_of(trace) == [[0, 6], [0, 6]]
+
+
 def test_runs_of_huge_ids_stay_runs(write):
     big = 10**15
-    trace = read_trace(
-        write({**RUNS, "hash_runs": [[big, big + 9]]}, {**RUNS, "hash_runs": [[big, big + 4], [3, 5]]}), block_size=16
-    )
-    assert runs_of(trace) == [[3, 13], [3, 8, 0, 3]]
+    long, short = {**RUNS, "input_length": 160}, {**RUNS, "input_length": 128}
+    trace = read_trace(write({**long, "hash_runs": [[big, big + 9]]}, {**short, "hash_runs": [[big, big + 4], [3, 5]]}))
+    assert runs_of(trace) == [[0, 10], [0, 5, 10, 13]]
     assert trace.num_blocks == 13
 
 
@@ -128,6 +135,60 @@ def test_a_last_line_without_newline_is_read(write):
     assert len(read_trace(write(lines(IDS, IDS)[:-1])).requests) == 2
 
 
+def test_ids_of_single_blocks_are_chained_and_times_are_seconds(write):
+    chat = {"chat_id": 5, "parent_chat_id": -1, "timestamp": 1.5, "input_length": 40, "output_length": 1, "turn": 1}
+    reply = {**chat, "chat_id": 9, "parent_chat_id": 5, "timestamp": 61.114}
+    trace = read_trace(write({**chat, "hash_ids": [7, 7, 8]}, {**reply, "hash_ids": [7, 8, 7]}))
+    assert runs_of(trace) == [[0, 3], [0, 1, 3, 5]]
+    assert (trace.block_size, [request.time for request in trace.requests]) == (16, [1.5, 61.114])
+
+
+def test_several_files_are_merged_by_time_and_share_ids(write, tmp_path):
+    first = write({**IDS, "timestamp": 0}, {**IDS, "timestamp": 9000})
+    (tmp_path / "more").write_bytes(lines({**IDS, "timestamp": 0, "hash_ids": [0, 1, 5]}, {**IDS, "timestamp": 4000}))
+    trace = read_trace(first, tmp_path / "more")
+    assert [request.time for request in trace.requests] == [0, 0, 4, 9]
+    assert runs_of(trace) == [[0, 3], [0, 2, 3, 4], [0, 3], [0, 3]]
+    assert trace.name == f"{first} and 1 more"
+    assert len(read_trace(first, tmp_path / "more", limit=3).requests) == 3
+    (tmp_path / "more").write_bytes(lines(IDS, "bad"))
+    with pytest.raises(TraceError, match="more:2: not JSON"):
+        read_trace(first, tmp_path / "more")
+
+
+def test_parts_of_a_trace_of_tokens_are_merged_too(write, tmp_path):
+    first = write({**TOKENS, "timestamp": 0}, {**TOKENS, "timestamp": 9})
+    (tmp_path / "more").write_bytes(lines({"tokens": [5], "timestamp": 4}))
+    assert [len(request.tokens) for request in read_trace(first, tmp_path / "more").requests] == [12, 4, 12]
+
+
+def test_stdin_is_read_plain_and_gzipped(write):
+    code = "from radixkv.trace import read_trace; print(len(read_trace('-').requests))"
+    for content in (lines(IDS, IDS), gzip.compress(lines(IDS, IDS))):
+        done = subprocess.run([sys.executable, "-c", code], input=content, capture_output=True, check=True)
+        assert done.stdout == b"2\n"
+
+
+def test_requests_are_a_sequence(write):
+    requests = read_trace(write(IDS, {**IDS, "timestamp": 3000}, IDS | {"timestamp": 4000})).requests
+    assert [request.time for request in requests[1:]] == [3, 4]
+    assert requests[-1] == list(requests)[2]
+    assert requests == list(requests)
+    with pytest.raises(IndexError):
+        requests[3]
+
+
+def test_memory_is_that_of_distinct_prompts(write):
+    path = write(gzip.compress(lines({**IDS, "hash_ids": list(range(3))}) * 20_000))
+    tracemalloc.start()
+    trace = read_trace(path)
+    used, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(trace.requests) == 20_000
+    assert used < 20_000 * 29
+    assert peak < 20_000 * 60 + 200_000
+
+
 # Options
 
 
@@ -151,7 +212,14 @@ def test_limit_counts_requests_of_merged_sessions(write):
 def test_block_size_is_what_explains_lengths_and_ids(write, lengths, size):
     path = write(*({**IDS, "input_length": tokens, "hash_ids": list(range(ids))} for tokens, ids in lengths))
     assert read_trace(path).block_size == size
-    assert read_trace(path, block_size=24).block_size == 24
+
+
+def test_block_size_asked_for_is_that_of_ids_if_it_explains_them(write):
+    path = write(IDS)
+    assert read_trace(path, block_size=500).block_size == 500
+    assert read_trace(path, block_size=400).block_size == 400  # the partial last block is left out
+    with pytest.raises(TraceError, match=":1: input_length: 1500 tokens are not 3 blocks of 24"):
+        read_trace(path, block_size=24)
 
 
 def test_block_size_asked_for_is_that_of_tokens(write):
@@ -176,12 +244,12 @@ def test_progress_goes_from_0_to_1(write):
 
 BAD_LINES = {
     "no JSON": ("hello", "not JSON"),
-    "a list": ([1, 2], r"must be a JSON object, got \[1, 2\]"),
+    "a list": ([1, 2], "must be a JSON object, got 1"),
     "a number": (7, "must be a JSON object, got 7"),
     "not a number": ('{"hash_ids": [0], "input_length": NaN}', "NaN is no number"),
     "nested too deeply": ('{"hash_ids":' + "[" * 200_000, "nested too deeply"),
     "an int of 5,000 digits": ('{"hash_ids": [' + "9" * 5000 + "]}", "thousands of digits"),
-    "other fields": ({"messages": []}, "none of the fields hash_ids, .* tokens is there"),
+    "other fields": ({"prompt": ""}, "none of the fields hash_ids, .* is there"),
     "no input_length": ({"timestamp": 0, "output_length": 1, "hash_ids": [1]}, "input_length: missing"),
     "negative length": ({**IDS, "input_length": -1}, r"input_length: must be an int in \[0, 2\^31\), got -1"),
     "huge length": ({**IDS, "input_length": 10**300}, "input_length: .* got 1000"),
@@ -216,6 +284,26 @@ BAD_LINES = {
         {**SESSION, "requests": [{"t": 1, "in": 1, "out": 1, "h": [], "api": -1}]},
         r"requests\[0\].api: must be a number in \[0, 1e\+18\], got -1",
     ),
+    "more ids than tokens": ({**RUNS, "input_length": 80}, "input_length: 80 tokens are not 6 blocks of 16"),
+    "fewer ids than tokens": ({**RUNS, "input_length": 113}, "input_length: 113 tokens are not 6 blocks of 16"),
+    "a session's ids without tokens": (
+        {**SESSION, "requests": [{"t": 0, "in": 128, "out": 9, "h": [[1, 3]]}]},
+        r"requests\[0\].in: 128 tokens are not 3 blocks of 64",
+    ),
+    "an id twice": ({**IDS, "hash_ids": [4, 5, 4]}, r"hash_ids\[0\]: id 4 is not behind the same ids as before"),
+    "a run twice": ({**RUNS, "hash_runs": [[0, 2], [9, 9], [1, 1], [7, 7]]}, "hash_runs: id 1 is not behind the same"),
+    "a session whose ids change": (
+        {
+            **SESSION,
+            "requests": [{"t": 0, "in": 128, "out": 9, "h": h} for h in ([[1, 2]], [[1, 1], [5, 5]], [[2, 3]])],
+        },
+        r"requests\[2\].h: id 2 is not behind the same ids as before",
+    ),
+    "a chat without parent": ({**IDS, "chat_id": 1}, "parent_chat_id: missing"),
+    "a chat of an unknown parent": (
+        {**IDS, "input_length": 48, "chat_id": 1, "parent_chat_id": 1},
+        "parent_chat_id: 1 is the chat_id of no line before",
+    ),
     "no tokens": ({"tokens": []}, "tokens: must have at least one token"),
     "tokens a text": ({"tokens": "abc"}, "tokens: must be a list of ints, got 'abc'"),
     "a token too large": ({"tokens": [0, 2**31]}, r"tokens\[1\]: must be an int in \[0, 2\^31\), got 2147483648"),
@@ -237,7 +325,9 @@ def test_a_bad_line_is_named_with_its_field(write, line, message):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({**IDS, "block_size": 32}, "block_size: 32, but 16 before"),
+        ({**IDS, "hash_ids": [9, 1, 2]}, r"hash_ids\[1\]: id 1 is not behind the same ids as before"),
+        ({**IDS, "timestamp": 2499.5}, "timestamp: 2499.5 goes back, a line before has 2500"),
+        ({**IDS, "block_size": 1024}, "block_size: 1024, but 512 before"),
         (TOKENS, "hash_ids: missing"),
         (
             {name: IDS[name] for name in IDS if name != "timestamp"},
@@ -247,7 +337,7 @@ def test_a_bad_line_is_named_with_its_field(write, line, message):
     ],
 )
 def test_a_line_unlike_those_before_is_named(write, record, message):
-    path = write({**IDS, "block_size": 16}, {"block_size": 16, **record})
+    path = write({**IDS, "block_size": 512}, {"block_size": 512, **record})
     with pytest.raises(TraceError, match=f":2: {message}"):
         read_trace(path)
 
@@ -269,7 +359,10 @@ def test_ids_cannot_be_cut_to_another_block_size(write):
         (lines(IDS, IDS)[:-20], ":2: not JSON: .*; the file ends mid-line"),
         (gzip.compress(lines(*[IDS] * 5000))[:-20], ": the gzip stream is broken"),
         (b"\x1f\x8b\x08garbage", ":1: the gzip stream is broken"),
-        (lines({**IDS, "input_length": 9000}, {**IDS, "input_length": 100}), ": block_size: not given"),
+        (
+            lines({**IDS, "input_length": 9000}, {**IDS, "input_length": 100}),
+            ":2: input_length: 100 tokens in 3 blocks",
+        ),
     ],
 )
 def test_a_bad_file_is_named(write, content, message):
@@ -316,28 +409,78 @@ def test_skipping_all_is_an_error(write):
 # Properties
 
 
-@given(
-    requests=st.lists(st.lists(st.integers(0, 40), max_size=12, unique=True), min_size=1, max_size=8),
-    factor=st.integers(1, 10**20),
-)
-def test_numbering_keeps_which_ids_are_equal(tmp_path_factory, requests, factor):
+@st.composite
+def tries(draw):
+    """Prompts as chained ids, not dense."""
+    words = draw(st.lists(st.lists(st.integers(0, 2), max_size=7), min_size=1, max_size=20))
+    prefixes = sorted({tuple(word[:end]) for word in words for end in range(1, len(word) + 1)})
+    ids = draw(st.randoms(use_true_random=False)).sample(range(2 * len(prefixes)), len(prefixes))
+    numbers = dict(zip(prefixes, sorted(ids) if draw(st.booleans()) else ids, strict=True))
+    return [[numbers[tuple(word[:end])] for end in range(1, len(word) + 1)] for word in words]
+
+
+def flat(runs):
+    return [number for start, end in zip(runs[::2], runs[1::2], strict=True) for number in range(start, end)]
+
+
+def as_ids(prompt):
+    return {"input_length": 16 * len(prompt), "block_size": 16, "hash_ids": prompt}
+
+
+def as_runs(prompt):
+    return {"input_length": 16 * len(prompt), "block_size": 16, "hash_runs": [[n, n] for n in prompt]}
+
+
+def as_merged_runs(prompt):
+    runs = []
+    for number in prompt:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return {"input_length": 16 * len(prompt), "block_size": 16, "hash_runs": runs}
+
+
+def as_chat(prompt):
+    return {**as_ids(prompt), "chat_id": 1, "parent_chat_id": -1, "timestamp": 0}
+
+
+@pytest.mark.parametrize("form", [as_ids, as_runs, as_merged_runs, as_chat])
+@given(tries())
+def test_numbering_keeps_which_ids_are_equal(form, tmp_path_factory, prompts):
     path = tmp_path_factory.getbasetemp() / "numbering"
-    ids = [[number * factor for number in request] for request in requests]
-    distinct = {number for request in ids for number in request}
+    path.write_bytes(lines(*map(form, prompts)))
+    trace = read_trace(path)
+    numbers = {}
+    for ids, request in zip(prompts, trace.requests, strict=True):
+        read = flat(request.runs)
+        assert len(read) == len(ids) == request.num_blocks
+        assert all(numbers.setdefault(old, new) == new for old, new in zip(ids, read, strict=True))
+    assert sorted(numbers.values()) == list(range(trace.num_blocks))
 
-    def check(trace):
-        numbers = {}
-        for request, read in zip(ids, trace.requests, strict=True):
-            spans = zip(read.runs[::2], read.runs[1::2], strict=True)
-            flat = [number for start, end in spans for number in range(start, end)]
-            assert len(flat) == len(request) == read.num_blocks
-            assert all(numbers.setdefault(old, new) == new for old, new in zip(request, flat, strict=True))
-        assert sorted(numbers.values()) == list(range(trace.num_blocks)) == list(range(len(distinct)))
 
-    path.write_bytes(lines(*({"input_length": 0, "hash_ids": request} for request in ids)))
-    check(read_trace(path, block_size=1))
-    path.write_bytes(lines(*({"input_length": 0, "hash_runs": [[n, n] for n in request]} for request in ids)))
-    check(read_trace(path, block_size=1))
+@pytest.mark.parametrize("form", [as_ids, as_runs, as_merged_runs])
+@given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=8))
+def test_ids_are_refused_exactly_where_they_are_not_chained(form, tmp_path_factory, prompts):
+    path = tmp_path_factory.getbasetemp() / "chained"
+    path.write_bytes(lines(*map(form, prompts)))
+    before = {}
+    good, num_bad = [], 0
+    for prompt in prompts:
+        follows = dict(zip(prompt, [None, *prompt], strict=False))
+        if len(follows) < len(prompt) or any(before.get(n, follows[n]) != follows[n] for n in follows):
+            num_bad += 1
+        else:
+            before |= follows
+            good.append(prompt)
+    if not good:
+        with pytest.raises(TraceError, match="no request is left"):
+            read_trace(path, skip_bad=True)
+        return
+    trace = read_trace(path, skip_bad=True)
+    assert trace.skipped.num_lines == num_bad
+    assert [request.num_blocks for request in trace.requests] == [len(prompt) for prompt in good]
+    assert trace.num_blocks == len({number for prompt in good for number in prompt})
 
 
 @given(st.binary(max_size=200))
@@ -424,9 +567,3 @@ def test_merged_coding_agents_are_numbered_densely():
 @needs_traces
 def test_the_block_size_of_the_mooncake_traces_is_inferred():
     assert read_trace(TRACES / "mooncake_conversation.jsonl.gz", limit=50).block_size == 512
-
-
-@needs_traces
-def test_a_trace_of_text_is_named():
-    with pytest.raises(TraceError, match=r"mtbench101.*:1: none of the fields .* but \['id', 'task', 'messages'\]"):
-        read_trace(TRACES / "mtbench101.jsonl.gz")

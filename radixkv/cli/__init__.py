@@ -7,7 +7,7 @@ from typing import Annotated, cast
 import typer
 
 import radixkv
-from radixkv.cli import replay  # noqa: F401  registers its command
+from radixkv.cli import convert, curve, explain, plan, replay, report  # noqa: F401  they register their commands
 from radixkv.cli.common import app
 from radixkv.errors import TraceError
 
