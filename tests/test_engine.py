@@ -114,6 +114,20 @@ def test_replies_are_those_of_generate(family: str) -> None:
         check_idle(engine)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_replies_on_a_gpu_are_those_of_generate(family: str) -> None:
+    asked = prompts(random.Random(family), 10)
+    on_gpu = make(family).cuda()
+    with closing(Engine(on_gpu, num_blocks=40, block_size=SIZE, prefill_chunk=16, max_running=4)) as engine:
+        requests = engine.generate(asked, Sampling(max_new_tokens=14))
+    for prompt, request in zip(asked, requests, strict=True):
+        ids = torch.tensor([prompt], device="cuda")
+        output = on_gpu.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=14, do_sample=False)
+        assert request.tokens == tuple(output[0, len(prompt) :].tolist())
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_200_requests_that_come_go_and_are_preempted(family: str) -> None:
     rng = random.Random(1)
