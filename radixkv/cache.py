@@ -14,7 +14,7 @@ from radixkv.policy import make_policy
 from radixkv.pool import BlockPool
 from radixkv.stats import Stats
 from radixkv.tokens import TOKEN_BYTES, Tokens, check_range, check_token, pack
-from radixkv.tree import NO_NODE, Policy, RadixTree, typed_name
+from radixkv.tree import NO_NODE, Lookup, Policy, RadixTree, typed_name
 
 if TYPE_CHECKING:
     from radixkv.record import Recorder
@@ -38,6 +38,7 @@ class Request:
         "_generated",
         "_node",
         "_num_cached",
+        "_num_known",
         "_num_tokens",
         "_priority",
         "_prompt",
@@ -56,6 +57,7 @@ class Request:
         self._published = 0
         self._root = self._node = NO_NODE
         self._priority = priority
+        self._num_known: int | None = None  # what the learner said when it began
         self._table = table
         self._duplicates = _NO_BLOCKS  # blocks of its own in the published part, where tables are append-only
 
@@ -245,6 +247,11 @@ class PrefixCache:
         table = tree.blocks_of(path, part)
         request = Request(self, key, table, priority)
         if cacheable:
+            if tree.learner is not None:
+                place, room = tree.place_after(name, path), len(self._pool) + tree.num_blocks
+                pos, num_blocks = num_hit * tree.width, num_hit + num_needed
+                lookup = Lookup(path, part, place, key, pos, limit, num_blocks, room, resumed)
+                request._num_known = tree.learner.begin(lookup)
             request._root, request._node = tree.hold(root, name, path, part)
         try:
             table += self._take(num_needed)
@@ -396,7 +403,7 @@ class PrefixCache:
         if request._node == NO_NODE:
             return
         if self._tree.is_live(request._root):
-            self._tree.release(request._node, request._priority)
+            self._tree.release(request._node, request._priority, request._num_known)
         else:
             self._pool.give(self._tree.release_detached(request._node))
 

@@ -7,6 +7,7 @@ import heapq
 from array import array
 from collections.abc import Callable
 
+from radixkv.reuse import Reuse
 from radixkv.tree import Policy, Usage
 
 
@@ -111,6 +112,8 @@ POLICIES: "dict[str, Callable[[], Policy]]" = {
     "slru": lambda: Ranked(lambda usage, leaf: (usage.uses[leaf] > 1, usage.last_use[leaf])),
     # lowest priority first, then least recently used
     "priority": lambda: Ranked(lambda usage, leaf: (usage.priority[leaf], usage.last_use[leaf])),
+    # what is least likely to be used again per request that it would stay, learned as it happens
+    "reuse": Reuse,
 }
 
 

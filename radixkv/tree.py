@@ -6,9 +6,9 @@ garbage collector looks at, so a full collection at a million leaves costs nothi
 
 from array import array
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
-from radixkv.evicted import EvictedPrefixes
+from radixkv.evicted import EvictedPrefixes, Place
 from radixkv.tokens import TOKEN_BYTES, common_units
 
 BLOCK_BYTES = 4  # a block id, packed
@@ -20,7 +20,8 @@ class Policy(Protocol):
     """Which evictable leaf goes next. Leaves are ints, meaningful only until they are discarded.
 
     Two things may be defined besides: `bind(usage)` gets the `Usage` columns that keys can be read from, and
-    `wants_inner_nodes = True` asks for every node that nobody holds, the deepest of a path first.
+    `wants_inner_nodes = True` asks for every node that nobody holds, the deepest of a path first. A `Learner` hears of
+    everything.
     """
 
     def add(self, leaf: int, /) -> None:
@@ -31,6 +32,61 @@ class Policy(Protocol):
 
     def victim(self) -> int:
         """The leaf to evict from next; it stays added until it is discarded. Only called where there is one."""
+
+
+class Learner(Policy, Protocol):
+    """A policy that hears of every use, and knows of a prefix what became of it before it was evicted.
+
+    Nodes that were used by different requests stay apart for it: a leaf is extended in place only while it is new.
+    """
+
+    def attach(self, width: int, holds: "array[int]", blocks: dict[int, bytearray]) -> None:
+        """Gets, once, the bytes of a block's tokens and two columns of the tree: holds and blocks of each node."""
+
+    def begin(self, lookup: "Lookup", /) -> int:
+        """A request begins; nothing is held for it yet. Returns how many blocks of its prompt are known, cached or not.
+
+        Comes before `touch` for every request but a fork, and may come without it.
+        """
+
+    def start(self, node: int, /) -> None:
+        """`node` is new, and held."""
+
+    def is_new(self, node: int, /) -> bool:
+        """Whether nobody used `node` yet, but the request that made it."""
+
+    def split(self, node: int, upper: int, part: int, /) -> None:
+        """The first `part` blocks of `node` are `upper` now, used alike."""
+
+    def find(self, place: Place, edge: bytearray, pos: int, /) -> tuple[int, int]:
+        """Which evicted run is cached again by `edge` from byte `pos` on, and how much of it: (ghost, blocks)."""
+
+    def revive(self, ghost: int, num: int, node: int, serial: int, /) -> int:
+        """The first `num` blocks of an evicted run are `node` now, which ends at `serial`; returns the serial to use
+        instead, behind which the tree is remembered."""
+
+    def touch(self, path: list[int], num_known: int | None, /) -> None:
+        """A request that used `path` ended; its `begin` returned `num_known`, None for a fork. It may still be held."""
+
+    def evicted(self, leaf: int, place: Place, run: bytearray, end: int, /) -> None:
+        """The last blocks of `leaf`, or all, were evicted: `run`, which continues `place` and ended at serial `end`."""
+
+    def forget(self, nodes: list[int], places: list[Place], /) -> None:
+        """`nodes` are gone for good, and what was evicted behind `places`."""
+
+
+class Lookup(NamedTuple):
+    """What a request asks for, and what is there."""
+
+    path: list[int]  # nodes that match
+    part: int  # blocks of the last of them that match, 0 for all
+    place: Place  # where the path ends, if it ends with a whole node
+    key: bytes  # tokens of the prompt
+    pos: int  # bytes that match
+    end: int  # bytes that may match
+    num_blocks: int  # of the prompt
+    room: int  # blocks that are not private to running requests
+    resumed: bool
 
 
 class Usage:
@@ -88,6 +144,7 @@ class RadixTree:
         if hasattr(policy, "bind"):
             self._usage = Usage()
             policy.bind(self._usage)
+        self.learner = cast(Learner, policy) if hasattr(policy, "attach") else None
         self._roots: dict[Name, int] = {}
         self._names: dict[int, Name] = {}  # of roots; a root without a name is detached
         self._edges: dict[int, bytearray] = {}
@@ -98,6 +155,8 @@ class RadixTree:
         self._serials = array("q")  # of the prefix that ends with the node
         self._serial = 0
         self._unused = array("i")
+        if self.learner is not None:
+            self.learner.attach(self.width, self._holds, self._blocks)
 
     # Questions
 
@@ -164,6 +223,10 @@ class RadixTree:
             part = 0
         return num
 
+    def place_after(self, name: Name, path: list[int]) -> Place:
+        """What records of evicted runs behind the whole nodes of `path` are kept under."""
+        return self._serials[path[-1]] if path else name
+
     # Changes
 
     def hold(self, root: int, name: Name, path: list[int], part: int) -> tuple[int, int]:
@@ -195,11 +258,16 @@ class RadixTree:
             node = parent
         holds[node] += 1
 
-    def release(self, node: int, priority: int) -> None:
-        """A request that ended at `node` is gone: what nobody holds now is evictable, the deepest node first to go."""
+    def release(self, node: int, priority: int, num_known: int | None = None) -> None:
+        """A request that ended at `node` is gone: what nobody holds now is evictable, the deepest node first to go.
+
+        `num_known` is what the learner's `begin` returned, None if there was none.
+        """
         if self._usage is not None:
             for used in reversed(self.path_to(node)):
                 self._usage.touch(used, priority)
+        if self.learner is not None:
+            self.learner.touch(self.path_to(node), num_known)
         holds = self._holds
         while True:
             holds[node] -= 1
@@ -254,22 +322,24 @@ class RadixTree:
         session that grows turn by turn stays one node: O(len(edge)) amortised.
         """
         self.num_blocks += len(blocks)
+        learner = self.learner
+        if learner is not None:
+            node, num = self._revive(learner, node, edge, blocks)
+            if num == len(blocks):
+                return node
+            edge, blocks = edge[num * self.width :], blocks[num:]
         family = self._children.get(node)
-        if family is None and self._holds[node] == 1 and self._parents[node] != NO_NODE:
+        if (
+            family is None
+            and self._holds[node] == 1
+            and self._parents[node] != NO_NODE
+            and (learner is None or learner.is_new(node))
+        ):
             self._edges[node] += edge
             self._blocks[node] += blocks.tobytes()
             self._serials[node] = self._next_serial()
             return node
-        child = self._new_node(node)
-        self._edges[child] = edge
-        self._blocks[child] = bytearray(blocks.tobytes())
-        self._holds[child] = 1  # the request's hold on `node` becomes its child's
-        first = bytes(edge[: self.width])
-        if family is None:
-            self._children[node] = {first: child}
-        else:
-            family[first] = child
-        return child
+        return self._add_child(node, edge, blocks)
 
     def evict(self, num: int, freed: "array[int]") -> None:
         """Evict `num` blocks, or all that are evictable; adds their ids to `freed` in the order in which they went.
@@ -299,10 +369,14 @@ class RadixTree:
                 del blocks[(have - take) * BLOCK_BYTES :]
                 end = self._serials[leaf]
                 self._serials[leaf] = self._next_serial()
+                if self.learner is not None:
+                    self.learner.evicted(leaf, self._serials[leaf], run, end)
                 self.evicted.record(self._serials[leaf], run, end)
                 break
             parent = self._parents[leaf]
             self._policy.discard(leaf)
+            if self.learner is not None:
+                self.learner.evicted(leaf, self._place(parent), self._edges[leaf], self._serials[leaf])
             self.evicted.record(self._place(parent), self._edges[leaf], self._serials[leaf])
             self._unlink(leaf)
             if parent in self._children:
@@ -318,12 +392,16 @@ class RadixTree:
         freed = array("i")
         root = self._roots.pop(name, NO_NODE)
         if root == NO_NODE:
+            if self.learner is not None:
+                self.learner.forget([], [name])
             return freed
         del self._names[root]
         nodes = self._descendants(root)
         for node in nodes:
             if not self._holds[node] and (self._every_node or node not in self._children):
                 self._policy.discard(node)
+        if self.learner is not None:
+            self.learner.forget(nodes, [name, *(self._serials[node] for node in nodes)])
         for node in reversed(nodes):  # children before their parents
             num = len(self._blocks[node]) // BLOCK_BYTES
             self.num_blocks -= num
@@ -371,7 +449,7 @@ class RadixTree:
 
     def num_evicted_behind(self, name: Name, path: list[int], key: bytes, pos: int) -> int:
         """How many blocks of `key` from byte `pos` on were evicted from behind the whole nodes of `path`."""
-        return self.evicted.match(self._serials[path[-1]] if path else name, key, pos)
+        return self.evicted.match(self.place_after(name, path), key, pos)
 
     def draw(self, max_nodes: int) -> Iterator[str]:
         """The tree as lines of text, children below their parents; no recursion."""
@@ -477,7 +555,32 @@ class RadixTree:
         self._serials[node] = self._next_serial()
         if self._usage is not None:
             self._usage.start(node)
+        if self.learner is not None:
+            self.learner.start(node)
         return node
+
+    def _add_child(self, node: int, edge: bytearray, blocks: "array[int]") -> int:
+        """A child that takes over a request's hold on `node`; `edge` is kept."""
+        child = self._new_node(node)
+        self._edges[child] = edge
+        self._blocks[child] = bytearray(blocks.tobytes())
+        self._holds[child] = 1
+        self._children.setdefault(node, {})[bytes(edge[: self.width])] = child
+        return child
+
+    def _revive(self, learner: Learner, node: int, edge: bytearray, blocks: "array[int]") -> tuple[int, int]:
+        """Cache as much of `edge` after `node` as was evicted from there, in nodes of their own, so that each goes on
+        with what was known of it. Returns the last of them, and the number of blocks."""
+        num = 0
+        while num < len(blocks):
+            ghost, more = learner.find(self._place(node), edge, num * self.width)
+            if not more:
+                break
+            run = edge[num * self.width : (num + more) * self.width]
+            node = self._add_child(node, run, blocks[num : num + more])
+            self._serials[node] = learner.revive(ghost, more, node, self._serials[node])
+            num += more
+        return node, num
 
     def _split(self, node: int, part: int) -> int:
         """Cut `node` after `part` blocks; returns the new upper node, which the caller holds at once.
@@ -498,6 +601,8 @@ class RadixTree:
         self._parents[node] = upper
         del edge[:cut]
         del blocks[: part * BLOCK_BYTES]
+        if self.learner is not None:
+            self.learner.split(node, upper, part)
         return upper
 
     def _unlink(self, node: int) -> None:
