@@ -20,18 +20,22 @@ class LazyHeap:
     def push(self, entry: int, num_alive: int) -> None:
         """`num_alive`: of all entries, this one included. O(log entries)."""
         heappush(self._entries, entry)
-        for _ in range(min(2, len(self._unsorted))):
-            other = self._unsorted.pop()
-            if self._is_alive(other):
-                heappush(self._entries, other)
-        if not self._unsorted and len(self._entries) > 2 * num_alive + 64:
+        if self._unsorted:
+            for _ in range(min(2, len(self._unsorted))):
+                other = self._unsorted.pop()
+                if self._is_alive(other):
+                    heappush(self._entries, other)
+        elif len(self._entries) > 2 * num_alive + 64:
             self._entries, self._unsorted = self._unsorted, self._entries
 
     def first(self) -> int:
         """The smallest that is alive; there must be one. O(log entries) amortised."""
-        firsts = []
-        for heap in (self._entries, self._unsorted):
-            while heap and not self._is_alive(heap[0]):
-                heappop(heap)
-            firsts += heap[:1]
-        return min(firsts)
+        entries, is_alive = self._entries, self._is_alive
+        while entries and not is_alive(entries[0]):
+            heappop(entries)
+        others = self._unsorted
+        if not others:
+            return entries[0]
+        while others and not is_alive(others[0]):
+            heappop(others)
+        return min(entries[:1] + others[:1])

@@ -9,26 +9,34 @@ order is used for a while. See docs/policies.md.
 
 from array import array
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 from radixkv.evicted import Place
 from radixkv.ghosts import NO_GHOST, Ghosts
-from radixkv.hazards import BINS, NUM_CLASSES, Hazards, age_bin, class_of
+from radixkv.hazards import NUM_BINS, NUM_CLASSES, Hazards, age_bin, class_of
 from radixkv.lazy_heap import LazyHeap
 from radixkv.shadow import ShadowLRU
-from radixkv.tree import NO_NODE, Lookup
+from radixkv.tree import BLOCK_BYTES, NO_NODE, Lookup
 
 _MARGIN = 0.7  # LRU order is left only for a victim whose index is below this share of that of LRU's victim
-_NUM_REMEMBERED = 4096  # nodes, cached or evicted, or so many times the cached ones:
+_MIN_REMEMBERED = 4096  # nodes that are remembered, cached or evicted, or so many times those that are cached:
 _REMEMBERED_PER_NODE = 4
-_GHOST_BLOCKS = 1 << 20  # that are remembered, 4 bytes each, or so many times those of the cache:
-_GHOSTS_PER_BLOCK = 8
+_MIN_BLOCKS = 1 << 20  # evicted blocks that are remembered, 4 bytes each, or so many times those of the cache:
+_BLOCKS_PER_BLOCK = 8
 _FIRST_LESSON = 32  # requests; after that when an eighth more have come, but
 _MIN_LESSON, _MAX_LESSON = 32, 256
+_MAX_LOG = 5 * 4096  # numbers
 _CHUNK = 8192  # nodes that are settled in one go, so that no request waits for more
 
-_NONE = -1
+_NEVER = 1 << 62
+_NEW = -1  # mark of a node that nobody used yet, or that is gone
+_CLASS_BITS = 8  # of a mark: the last use << 8 | the class
+_CLASS = (1 << _CLASS_BITS) - 1
+_NUMBER_BITS = 32  # of an entry of a heap: a mark << 32 | a node or ghost
+_NUMBER = (1 << _NUMBER_BITS) - 1
+_NO_PLACE = -1  # in a ring
+_CLASSES = [0, *(class_of(uses, 0) for uses in range(1, 33))]  # by uses, of requests that bring nothing new
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +67,8 @@ class Guard:
 
     def add(self, lookup: int, lead: int, asked: int) -> None:
         """A lookup hit `lead` blocks more than LRU would have."""
-        keep = 1 - 1 / self.WINDOW
-        self._lead = self._lead * keep + lead
-        self._asked = self._asked * keep + asked
+        self._lead += lead - self._lead / self.WINDOW
+        self._asked += asked - self._asked / self.WINDOW
         self._num += 1
         if self.active:
             if self._num >= self._hold:
@@ -92,32 +99,31 @@ class Reuse:
         self._hazards = Hazards()
         self._shadow = ShadowLRU()
         self._guard = Guard()
-        self._now = 0  # the request that ends next
         self._time = 0  # requests that ended
+        self._now = 0  # the request that evicts: the next to end, or the one that ended
         self._next_lesson, self._last_lesson = _FIRST_LESSON, 0
-        self._settled = _NONE  # nodes and ghosts that are, of a lesson that has begun
+        self._lesson_length = 0
+        self._uncounted: list[list[Any]] = []  # of a lesson that has begun: classes, ages before, ages, blocks
         self._lookups = self._asked_blocks = self._hit_blocks = self._lru_hit_blocks = 0
         # Of nodes:
-        self._last = array("q")  # the time of the last use, _NONE of a new node
-        self._kinds = array("b")  # the class, _NONE of what is new or gone
+        self._marks = array("q")  # when it was used last, and its class
         self._uses = array("q")
-        self._settles = array("q")  # the age up to which is accounted for
         self._lengths = array("q")  # blocks, of nodes that are not new
         self._tails: dict[int, int] = {}  # node -> the ghost of its evicted tail
-        # Of ghosts, the same; of the first `asked` blocks it is known that they are used again:
-        self._ghost_last, self._ghost_kinds, self._ghost_uses = array("q"), array("b"), array("q")
-        self._ghost_settles, self._ghost_asked = array("q"), array("q")
-        self._ghost_order = LazyHeap(self._is_ghost)  # of last use << 32 | ghost
+        # Of ghosts, the same; of the first `asked` blocks it was counted that they are used again:
+        self._ghost_marks, self._ghost_uses, self._ghost_asked = array("q"), array("q"), array("i")
         # Leaves, a ring for each class in the order in which they were added: place k is where the ring of class k
         # begins and ends, and leaf n has place n + NUM_CLASSES.
         self._after = array("i", range(NUM_CLASSES))
-        self._before = array("i", range(NUM_CLASSES))  # _NONE of what is no leaf
-        self._orders = [LazyHeap(self._is_leaf) for _ in range(NUM_CLASSES)]  # of last use << 32 | leaf
-        self._oldest = [NO_NODE] * NUM_CLASSES  # of each class, where that is known
+        self._before = array("i", range(NUM_CLASSES))  # _NO_PLACE of what is no leaf
+        self._orders = [LazyHeap(self._is_leaf) for _ in range(NUM_CLASSES)]
         self._num_leaves = [0] * NUM_CLASSES
-        self._seen: list[int] = []  # classes that had leaves
+        self._oldest = [NO_NODE] * NUM_CLASSES  # of each class the leaf used longest ago, NO_NODE where that is not known
+        self._unknown: set[int] = set()  # classes where it is not
+        # When the oldest leaf of each class was used, and then the newest of each, _NEVER where there is none:
+        self._end_uses = array("q", [_NEVER]) * (2 * NUM_CLASSES)
         self._follow = NO_NODE  # the next victim, if what was evicted last was all of its child
-        self._trail = _NONE  # last use << 8 | class of what was evicted last
+        self._trail = _NEW  # mark of what was evicted last
 
     @property
     def stats(self) -> ReuseStats:
@@ -135,53 +141,56 @@ class Reuse:
     # What the tree tells
 
     def attach(self, width: int, holds: "array[int]", blocks: dict[int, bytearray]) -> None:
+        import numpy as np  # here: importing radixkv stays fast
+
         self._width, self._holds, self._blocks = width, holds, blocks
         self._ghosts = Ghosts(width)
+        self._ends = np.frombuffer(self._end_uses, np.int64)
+        self._oldest_uses = self._ends[:NUM_CLASSES]
+        last_age = ceil(2 ** ((NUM_BINS - 1) / 2))  # in the last bin
+        self._bins = np.array([NUM_BINS, *map(age_bin, range(last_age))])  # of an age + 1, as far as they differ
+        self._rows = np.arange(2 * NUM_CLASSES) % NUM_CLASSES * (NUM_BINS + 1)
+        self._index: Any = None  # by class and bin, and for no bin, flat
 
     def begin(self, lookup: Lookup) -> int:
         path, part, place, key, pos, end, num_asked, room, resumed = lookup
         self._now = now = self._time + 1
-        self._follow, self._trail = NO_NODE, _NONE
-        shadow, hazards, ghosts, width = self._shadow, self._hazards, self._ghosts, self._width
+        self._follow, self._trail = NO_NODE, _NEW
+        shadow = self._shadow
         shadow.room = self._lru_blocks or room
-        last, kinds, settles, lengths, holds = self._last, self._kinds, self._settles, self._lengths, self._holds
-        start = depth = pos // width
-        num_lru = 0
-        used = kind = settled = _NONE  # of a run of nodes with the same, which are accounted for in one go
+        num_hit = pos // self._width
+        num_lru, start, whole = 0, num_hit, part
+        marks, log, lesson = self._marks, self._hazards.log, self._last_lesson
+        mark = _NEW  # of a run of nodes that have the same, and are counted in one go
         num = num_nodes = 0
-        whole = part
         for node in reversed(path):
-            if holds[node]:
-                break  # in use, so not in danger of eviction, and neither is what is above
-            length = whole or lengths[node]
+            if self._holds[node]:
+                break  # in use, so in no danger of eviction, and neither is what is above
+            length = whole or self._lengths[node]
             whole = 0
-            start -= length
-            num_lru += shadow.hits(last[node], start, length)
-            if last[node] != used or kinds[node] != kind or settles[node] != settled:
+            if marks[node] != mark:
                 if num:
-                    hazards.use(kind, settled, now - used, num, num_nodes)
-                used, kind, settled, num, num_nodes = last[node], kinds[node], settles[node], 0, 0
+                    used = mark >> _CLASS_BITS
+                    log.extend((mark & _CLASS, lesson - used if used < lesson else 0, now - used, num, num_nodes))
+                    num_lru += shadow.hits(used, start, num)
+                mark, num, num_nodes = marks[node], 0, 0
+            start -= length
             num += length
             num_nodes += 1
         if num:
-            hazards.use(kind, settled, now - used, num, num_nodes)
+            used = mark >> _CLASS_BITS
+            log.extend((mark & _CLASS, lesson - used if used < lesson else 0, now - used, num, num_nodes))
+            num_lru += shadow.hits(used, start, num)
         num_lru += start
-        num_hit = depth
-        while pos < end and not part:
-            ghost, length = ghosts.find(place, key, pos, end)
-            if not length:
-                break
-            used = self._ghost_last[ghost]
+        depth = num_hit
+        for ghost, length in () if part else self._ghosts.chain(place, key, pos, end):
+            asked, mark = self._ghost_asked[ghost], self._ghost_marks[ghost]
+            used = mark >> _CLASS_BITS
             num_lru += shadow.hits(used, depth, length)
-            num = length - self._ghost_asked[ghost]
-            if num > 0:
-                hazards.use(self._ghost_kinds[ghost], self._ghost_settles[ghost], now - used, num, 1)
+            if asked < length:
                 self._ghost_asked[ghost] = length
+                log.extend((mark & _CLASS, lesson - used if used < lesson else 0, now - used, length - asked, 1))
             depth += length
-            pos += length * width
-            if length < ghosts.lengths[ghost]:
-                break
-            place = ghosts.ends[ghost]
         if not resumed:
             self._lookups += 1
             self._asked_blocks += num_asked
@@ -191,32 +200,28 @@ class Reuse:
         return depth
 
     def start(self, node: int) -> None:
-        if node >= len(self._last):
-            for column in (self._last, self._uses, self._settles, self._lengths):
+        if node == len(self._marks):
+            for column in (self._marks, self._uses, self._lengths):
                 column.append(0)
-            self._kinds.append(_NONE)
-            self._after.append(_NONE)
-            self._before.append(_NONE)
-        self._last[node] = self._kinds[node] = _NONE
-        self._uses[node] = self._settles[node] = 0
+            self._after.append(_NO_PLACE)
+            self._before.append(_NO_PLACE)
+        self._marks[node] = _NEW
+        self._uses[node] = 0
 
     def is_new(self, node: int) -> bool:
-        return self._kinds[node] == _NONE
+        return self._marks[node] == _NEW
 
     def split(self, node: int, upper: int, part: int) -> None:
-        for column in (self._last, self._kinds, self._uses, self._settles):
-            column[upper] = column[node]
+        self._marks[upper], self._uses[upper] = self._marks[node], self._uses[node]
         self._lengths[upper] = part
         self._lengths[node] -= part
 
-    def find(self, place: Place, edge: bytearray, pos: int) -> tuple[int, int]:
-        return self._ghosts.find(place, edge, pos, len(edge))
+    def find(self, place: Place, key: bytes | bytearray, pos: int, end: int) -> list[tuple[int, int]]:
+        return self._ghosts.chain(place, key, pos, end)
 
     def revive(self, ghost: int, num: int, node: int, serial: int) -> int:
-        self._last[node] = self._ghost_last[ghost]
-        self._kinds[node] = self._ghost_kinds[ghost]
+        self._marks[node] = self._ghost_marks[ghost]
         self._uses[node] = self._ghost_uses[ghost]
-        self._settles[node] = self._ghost_settles[ghost]
         self._lengths[node] = num
         if num < self._ghosts.lengths[ghost]:
             self._ghosts.cut(ghost, num, serial)
@@ -228,106 +233,113 @@ class Reuse:
 
     def touch(self, path: list[int], num_known: int | None) -> None:
         self._time = self._now = now = self._time + 1
-        self._follow, self._trail = NO_NODE, _NONE
-        last, kinds, uses, settles, lengths = self._last, self._kinds, self._uses, self._settles, self._lengths
-        shadow, blocks = self._shadow, self._blocks
+        self._follow, self._trail = NO_NODE, _NEW
+        marks, shadow = self._marks, self._shadow
         total = num_new = 0
         for node in path:
-            length = len(blocks[node]) >> 2
+            length = len(self._blocks[node]) // BLOCK_BYTES
             total += length
-            if kinds[node] == _NONE:
+            if marks[node] == _NEW:
                 num_new += length
-                lengths[node] = length
+                self._lengths[node] = length
             else:
-                shadow.forget(last[node], length)
+                shadow.forget(marks[node] >> _CLASS_BITS, length)
         if num_known is not None:
             num_new = max(0, total - num_known)
-        size = class_of(1, num_new)  # the class of what is used the first time
+        mark = now << _CLASS_BITS | class_of(1, num_new)
         for node in path:
-            if num_known is not None or kinds[node] == _NONE:
-                uses[node] = num = uses[node] + 1
-                kinds[node] = size + (_CLASSES[num] if num < len(_CLASSES) else _CLASSES[-1])
-            last[node] = now
-            settles[node] = 0
+            if num_known is not None or marks[node] == _NEW:
+                self._uses[node] = uses = self._uses[node] + 1
+                marks[node] = mark + _CLASSES[min(uses, 32)]
+            else:
+                marks[node] = now << _CLASS_BITS | marks[node] & _CLASS
         shadow.use(now, total)
-        self._forget_oldest()
-        if now >= self._next_lesson or self._settled != _NONE:
-            self._learn()
+        ghosts = self._ghosts
+        num_nodes = len(ghosts) + len(self._blocks)
+        while num_nodes > _MIN_REMEMBERED and num_nodes > _REMEMBERED_PER_NODE * len(self._blocks):
+            self._forget_ghost(ghosts.first())
+            num_nodes -= 1
+        while ghosts.num_blocks > _MIN_BLOCKS and ghosts.num_blocks > _BLOCKS_PER_BLOCK * shadow.room:
+            self._forget_ghost(ghosts.first())
+        if len(self._hazards.log) > _MAX_LOG:
+            self._hazards.count_log()
+        if now >= self._next_lesson and not self._uncounted:
+            self._begin_lesson()
+        if self._uncounted:
+            self._go_on()
 
     def evicted(self, leaf: int, place: Place, run: bytearray, end: int) -> None:
-        ghosts, num = self._ghosts, len(run) // self._width
+        ghosts, mark, num = self._ghosts, self._marks[leaf], len(run) // self._width
         tail = self._tails.get(leaf, NO_GHOST)
-        last, kind, num_used, settled = self._last[leaf], self._kinds[leaf], self._uses[leaf], self._settles[leaf]
-        if (
-            tail != NO_GHOST
-            and ghosts.lengths[tail]
-            and ghosts.place(tail) == end
-            and self._ghost_last[tail] == last
-            and self._ghost_kinds[tail] == kind
-            and self._ghost_uses[tail] == num_used
-            and self._ghost_settles[tail] == settled
-            and not self._ghost_asked[tail]
-        ):
+        if tail != NO_GHOST and self._belongs(tail, leaf, end):
             ghosts.extend_upwards(tail, place, run)
         else:
-            old = ghosts.occupant(place, run)
-            if old != NO_GHOST:
-                self._forget_ghost(old)
             tail = ghosts.add(place, run, end)
-            if tail == len(self._ghost_last):
-                for column in (self._ghost_last, self._ghost_kinds, self._ghost_uses, self._ghost_settles):
+            if tail == len(self._ghost_marks):
+                for column in (self._ghost_marks, self._ghost_uses, self._ghost_asked):
                     column.append(0)
-                self._ghost_asked.append(0)
-            self._ghost_last[tail], self._ghost_kinds[tail], self._ghost_uses[tail] = last, kind, num_used
-            self._ghost_settles[tail], self._ghost_asked[tail] = settled, 0
-            self._ghost_order.push(last << 32 | tail, len(ghosts))
-        if num == self._lengths[leaf]:
-            self._tails.pop(leaf, None)
-            self._kinds[leaf] = _NONE
-            self._trail = last << 8 | kind
-        else:
+            self._ghost_marks[tail], self._ghost_uses[tail], self._ghost_asked[tail] = mark, self._uses[leaf], 0
+        if num < self._lengths[leaf]:
             self._tails[leaf] = tail
             self._lengths[leaf] -= num
+        else:
+            self._tails.pop(leaf, None)
+            self._marks[leaf] = _NEW
+            self._trail = mark
+
+    def _belongs(self, ghost: int, leaf: int, end: int) -> bool:
+        """Whether a ghost, if it is alive still, is the tail of a leaf that ended at serial `end`, and as it was."""
+        return (
+            self._ghosts.continues(ghost, end)
+            and self._ghost_marks[ghost] == self._marks[leaf]
+            and self._ghost_uses[ghost] == self._uses[leaf]
+            and not self._ghost_asked[ghost]
+        )
 
     def forget(self, nodes: list[int], places: list[Place]) -> None:
         for node in nodes:
-            if self._kinds[node] != _NONE:
-                age = self._time - self._last[node]
-                if not self._holds[node] and age > self._settles[node]:
-                    self._hazards.spend(self._kinds[node], self._settles[node], age, self._lengths[node])
-                self._shadow.forget(self._last[node], self._lengths[node])
-                self._kinds[node] = _NONE
+            mark = self._marks[node]
+            if mark != _NEW:
+                used, length = mark >> _CLASS_BITS, self._lengths[node]
+                if not self._holds[node]:
+                    self._pass(mark, length)
+                self._shadow.forget(used, length)
+                self._marks[node] = _NEW
             self._tails.pop(node, None)
         for ghost in self._ghosts.behind(places):
-            self._shadow.forget(self._ghost_last[ghost], self._ghosts.lengths[ghost])
+            self._shadow.forget(self._ghost_marks[ghost] >> _CLASS_BITS, self._ghosts.lengths[ghost])
             self._forget_ghost(ghost)
 
     # Leaves
 
     def add(self, leaf: int) -> None:
-        kind, used = self._kinds[leaf], self._last[leaf]
-        if self._trail == used << 8 | kind:
+        mark = self._marks[leaf]
+        kind, used = mark & _CLASS, mark >> _CLASS_BITS
+        if self._trail == mark:
             self._follow = leaf
         place, newest = leaf + NUM_CLASSES, self._before[kind]
         self._after[newest] = self._before[kind] = place
         self._before[place], self._after[place] = newest, kind
-        if not self._num_leaves[kind]:
-            self._oldest[kind] = leaf
-            if kind not in self._seen:
-                self._seen.append(kind)
-        elif self._oldest[kind] != NO_NODE and used < self._last[self._oldest[kind]]:
-            self._oldest[kind] = leaf
+        self._end_uses[NUM_CLASSES + kind] = used
+        if used < self._end_uses[kind]:
+            self._end_uses[kind], self._oldest[kind] = used, leaf
         self._num_leaves[kind] += 1
-        self._orders[kind].push(used << 32 | leaf, self._num_leaves[kind])
+        self._orders[kind].push(mark << _NUMBER_BITS | leaf, self._num_leaves[kind])
 
     def discard(self, leaf: int) -> None:
-        place, kind = leaf + NUM_CLASSES, self._kinds[leaf]
+        place, kind = leaf + NUM_CLASSES, self._marks[leaf] & _CLASS
         before, after = self._before[place], self._after[place]
         self._after[before], self._before[after] = after, before
-        self._before[place] = _NONE
+        self._before[place] = _NO_PLACE
         self._num_leaves[kind] -= 1
-        if leaf == self._oldest[kind]:
-            self._oldest[kind] = NO_NODE
+        if not self._num_leaves[kind]:
+            self._end_uses[kind] = self._end_uses[NUM_CLASSES + kind] = _NEVER
+            self._unknown.discard(kind)
+        else:
+            if after == kind:
+                self._end_uses[NUM_CLASSES + kind] = self._marks[before - NUM_CLASSES] >> _CLASS_BITS
+            if leaf == self._oldest[kind]:
+                self._unknown.add(kind)
         if leaf == self._follow:
             self._follow = NO_NODE
 
@@ -336,101 +348,69 @@ class Reuse:
         with age, then falls, so the smallest of a class is at an end. O(classes)."""
         if self._follow != NO_NODE:
             return self._follow
-        last, before, now, index = self._last, self._before, self._now, self._hazards.index
-        best = oldest = NO_NODE
-        best_used = oldest_used = now + 1
-        low = oldest_value = inf
-        for kind in self._seen:
-            if not self._num_leaves[kind]:
-                continue
-            leaf = self._oldest[kind]
-            if leaf == NO_NODE:
-                leaf = self._oldest[kind] = self._orders[kind].first() & _NUMBER
-            used = last[leaf]
-            if index is None:
-                if used < oldest_used:
-                    oldest, oldest_used = leaf, used
-                continue
-            values = index[kind]
-            age = now - used
-            value = values[BINS[age] if age < len(BINS) else age_bin(age)]
-            if used < oldest_used:
-                oldest, oldest_used, oldest_value = leaf, used, value
-            if value < low or (value == low and used < best_used):
-                best, best_used, low = leaf, used, value
-            newest = before[kind] - NUM_CLASSES
-            if newest != leaf:
-                used = last[newest]
-                age = now - used
-                value = values[BINS[age] if age < len(BINS) else age_bin(age)]
-                if value < low or (value == low and used < best_used):
-                    best, best_used, low = newest, used, value
-        return best if low < _MARGIN * oldest_value and not self._guard.active else oldest
+        for kind in self._unknown:
+            entry = self._orders[kind].first()
+            self._oldest[kind] = entry & _NUMBER
+            self._end_uses[kind] = entry >> _NUMBER_BITS + _CLASS_BITS
+        self._unknown.clear()
+        oldest = int(self._oldest_uses.argmin())
+        if self._index is not None and not self._guard.active:
+            bins = self._bins.take(self._now + 1 - self._ends, mode="clip")
+            bins += self._rows
+            values = self._index.take(bins)
+            end = int(values.argmin())
+            if values[end] < _MARGIN * values[oldest]:
+                if end >= NUM_CLASSES:
+                    return self._before[end - NUM_CLASSES] - NUM_CLASSES
+                return self._oldest[end]
+        return self._oldest[oldest]
 
     def nodes(self) -> set[int]:
         """What was added and not discarded, for checks."""
-        return {place - NUM_CLASSES for place in range(NUM_CLASSES, len(self._before)) if self._before[place] != _NONE}
+        places = range(NUM_CLASSES, len(self._before))
+        return {place - NUM_CLASSES for place in places if self._before[place] != _NO_PLACE}
 
     def _is_leaf(self, entry: int) -> bool:
         leaf = entry & _NUMBER
-        return self._before[leaf + NUM_CLASSES] != _NONE and self._last[leaf] == entry >> 32
+        return self._before[leaf + NUM_CLASSES] != _NO_PLACE and self._marks[leaf] == entry >> _NUMBER_BITS
 
     # Ghosts and lessons
 
-    def _is_ghost(self, entry: int) -> bool:
-        ghost = entry & _NUMBER
-        return self._ghosts.lengths[ghost] != 0 and self._ghost_last[ghost] == entry >> 32
-
-    def _forget_oldest(self) -> None:
-        ghosts, num_cached = self._ghosts, len(self._blocks)
-        limit = max(_NUM_REMEMBERED, _REMEMBERED_PER_NODE * num_cached) - num_cached
-        max_blocks = max(_GHOST_BLOCKS, _GHOSTS_PER_BLOCK * self._shadow.room)
-        while len(ghosts) > limit or ghosts.num_blocks > max_blocks:
-            self._forget_ghost(self._ghost_order.first() & _NUMBER)
-
     def _forget_ghost(self, ghost: int) -> None:
-        age, num = self._time - self._ghost_last[ghost], self._ghosts.lengths[ghost] - self._ghost_asked[ghost]
-        if age > self._ghost_settles[ghost]:
-            self._hazards.spend(self._ghost_kinds[ghost], self._ghost_settles[ghost], age, num)
+        self._pass(self._ghost_marks[ghost], self._ghosts.lengths[ghost] - self._ghost_asked[ghost])
         self._ghosts.remove(ghost)
 
-    def _learn(self) -> None:
-        """Account for all that is remembered, some of it a request, then make the index anew."""
-        if self._settled == _NONE:
-            self._settled = 0
-        start, num_nodes = self._settled, len(self._last)
-        self._settled = end = start + _CHUNK
-        if start < num_nodes:
-            columns = self._last, self._settles, self._kinds, self._lengths, self._holds
-            last, settles, kinds, lengths, holds = (_view(column, start, end) for column in columns)
-            self._settle(last, settles, kinds, lengths, (kinds != _NONE) & (holds == 0))
-        start, end = max(start - num_nodes, 0), end - num_nodes
-        if end > 0:
-            columns = self._ghost_last, self._ghost_settles, self._ghost_kinds, self._ghosts.lengths, self._ghost_asked
-            last, settles, kinds, lengths, asked = (_view(column, start, end) for column in columns)
-            self._settle(last, settles, kinds, lengths - asked, lengths != 0)
-        if end < len(self._ghost_last):
-            return
-        self._settled = _NONE
-        self._hazards.relearn(self._time - self._last_lesson)
-        self._last_lesson = self._time
+    def _pass(self, mark: int, num: int) -> None:
+        """Blocks will not be heard of again."""
+        used = mark >> _CLASS_BITS
+        self._hazards.log.extend((mark & _CLASS, max(0, self._last_lesson - used), self._time - used, num, 0))
+
+    def _begin_lesson(self) -> None:
+        """Note the ages that all that is remembered has reached now. About 0.1 us a node and ghost."""
+        import numpy as np
+
+        columns = self._marks, self._lengths, self._holds, self._ghost_marks, self._ghosts.lengths, self._ghost_asked
+        marks, lengths, holds, ghost_marks, ghost_lengths, asked = (
+            np.frombuffer(column, column.typecode)  # while it is alive, the column cannot grow
+            for column in columns
+        )
+        idle, gone = ((marks != _NEW) & (holds == 0)).nonzero()[0], ghost_lengths.nonzero()[0]
+        marks = np.concatenate([marks[idle], ghost_marks[gone]])
+        used = marks >> _CLASS_BITS
+        starts, ages = np.maximum(self._last_lesson - used, 0), self._time - used
+        columns = marks & _CLASS, starts, ages, np.concatenate([lengths[idle], (ghost_lengths - asked)[gone]])
+        self._uncounted = [[column[at : at + _CHUNK] for column in columns] for at in range(0, max(1, len(marks)), _CHUNK)]
+        self._last_lesson, self._lesson_length = self._time, self._time - self._last_lesson
         self._next_lesson = self._time + max(_MIN_LESSON, min(_MAX_LESSON, self._time // 8))
 
-    def _settle(self, last: Any, settles: Any, kinds: Any, lengths: Any, there: Any) -> None:
-        """Account for the ages of those that are `there`; the arguments are numpy's views of columns."""
-        rows = there.nonzero()[0]
-        ages = self._time - last[rows]
-        self._hazards.settle(kinds[rows].astype(int), settles[rows], ages, lengths[rows])
-        settles[rows] = ages
+    def _go_on(self) -> None:
+        """Count what was noted, a part of it at each request, then make the index anew."""
+        import numpy as np
 
+        self._hazards.pass_unused(*self._uncounted.pop())
+        if not self._uncounted:
+            self._hazards.relearn(self._lesson_length)
+            index = self._hazards.index
+            if index is not None:
+                self._index = np.column_stack([index, np.full(NUM_CLASSES, inf)]).ravel()
 
-_NUMBER = (1 << 32) - 1  # of a leaf or ghost, in an entry of a heap
-_CLASSES = [class_of(uses, 0) for uses in range(1, 33)]
-_CLASSES.insert(0, 0)
-
-
-def _view(column: "array[int]", start: int, end: int) -> Any:
-    """Part of a column as numpy sees it: while it is alive, the column cannot grow."""
-    import numpy as np
-
-    return np.frombuffer(column, column.typecode)[start:end]

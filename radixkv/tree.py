@@ -58,8 +58,8 @@ class Learner(Policy, Protocol):
     def split(self, node: int, upper: int, part: int, /) -> None:
         """The first `part` blocks of `node` are `upper` now, used alike."""
 
-    def find(self, place: Place, edge: bytearray, pos: int, /) -> tuple[int, int]:
-        """Which evicted run is cached again by `edge` from byte `pos` on, and how much of it: (ghost, blocks)."""
+    def find(self, place: Place, key: bytes | bytearray, pos: int, end: int, /) -> list[tuple[int, int]]:
+        """Which evicted runs, one after the other, continue `place` as `key[pos:end]` does: (ghost, blocks of it)."""
 
     def revive(self, ghost: int, num: int, node: int, serial: int, /) -> int:
         """The first `num` blocks of an evicted run are `node` now, which ends at `serial`; returns the serial to use
@@ -327,7 +327,8 @@ class RadixTree:
             node, num = self._revive(learner, node, edge, blocks)
             if num == len(blocks):
                 return node
-            edge, blocks = edge[num * self.width :], blocks[num:]
+            if num:
+                edge, blocks = edge[num * self.width :], blocks[num:]
         family = self._children.get(node)
         if (
             family is None
@@ -348,6 +349,7 @@ class RadixTree:
 
         Raises: RuntimeError where the policy chooses what is no evictable leaf.
         """
+        record = self.evicted.record if self.learner is None else self.learner.evicted
         while num > 0 and self.num_evictable:
             leaf = self._policy.victim()
             if leaf not in self._edges or leaf in self._children or self._holds[leaf]:
@@ -369,15 +371,11 @@ class RadixTree:
                 del blocks[(have - take) * BLOCK_BYTES :]
                 end = self._serials[leaf]
                 self._serials[leaf] = self._next_serial()
-                if self.learner is not None:
-                    self.learner.evicted(leaf, self._serials[leaf], run, end)
-                self.evicted.record(self._serials[leaf], run, end)
+                record(leaf, self._serials[leaf], run, end)
                 break
             parent = self._parents[leaf]
             self._policy.discard(leaf)
-            if self.learner is not None:
-                self.learner.evicted(leaf, self._place(parent), self._edges[leaf], self._serials[leaf])
-            self.evicted.record(self._place(parent), self._edges[leaf], self._serials[leaf])
+            record(leaf, self._place(parent), self._edges[leaf], self._serials[leaf])
             self._unlink(leaf)
             if parent in self._children:
                 continue
@@ -449,7 +447,10 @@ class RadixTree:
 
     def num_evicted_behind(self, name: Name, path: list[int], key: bytes, pos: int) -> int:
         """How many blocks of `key` from byte `pos` on were evicted from behind the whole nodes of `path`."""
-        return self.evicted.match(self.place_after(name, path), key, pos)
+        place = self.place_after(name, path)
+        if self.learner is not None:
+            return sum(num for _, num in self.learner.find(place, key, pos, len(key) - len(key) % self.width))
+        return self.evicted.match(place, key, pos)
 
     def draw(self, max_nodes: int) -> Iterator[str]:
         """The tree as lines of text, children below their parents; no recursion."""
@@ -572,10 +573,7 @@ class RadixTree:
         """Cache as much of `edge` after `node` as was evicted from there, in nodes of their own, so that each goes on
         with what was known of it. Returns the last of them, and the number of blocks."""
         num = 0
-        while num < len(blocks):
-            ghost, more = learner.find(self._place(node), edge, num * self.width)
-            if not more:
-                break
+        for ghost, more in learner.find(self._place(node), edge, 0, len(edge)):
             run = edge[num * self.width : (num + more) * self.width]
             node = self._add_child(node, run, blocks[num : num + more])
             self._serials[node] = learner.revive(ghost, more, node, self._serials[node])
