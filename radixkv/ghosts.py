@@ -1,8 +1,8 @@
-"""Evicted runs that a policy remembers, found again by what they follow. Knows no order, and no tokens: a sum a block.
+"""Evicted runs that a policy remembers, found again by what they follow. Knows no tokens: a sum of each block.
 
-A run hangs under the place that it continues, a namespace or the serial of the prefix before it, by the sum of its first
-block; what was evicted behind it hangs under the serial of its own end. Serials are never used twice, so evicted runs
-form chains that are as exact as those of the tree, but for blocks whose sums of 32 bits agree by chance.
+A run hangs under the place that it continues, a namespace or the serial of the prefix before it, by the sum of its
+first block; what was evicted behind it hangs under the serial of its own end. Serials are never used twice, so evicted
+runs form chains that are as exact as those of the tree, but for blocks whose sums of 32 bits agree by chance.
 """
 
 from array import array
@@ -57,7 +57,7 @@ class Ghosts:
         while ghost != NO_GHOST:
             run = self._sums[ghost]
             if not sums.startswith(run, at):
-                found.append((ghost, common_units(sums, at, run, _SUM_BYTES)))
+                found.append((ghost, common_units(sums, at, bytearray(run), _SUM_BYTES)))
                 break
             found.append((ghost, len(run) // _SUM_BYTES))
             at += len(run)

@@ -1,9 +1,9 @@
-"""The order "reuse": evict what is least likely to be used again per request that it would stay. Knows nothing of tokens.
+"""The order "reuse": evict what is least likely to be used again per request that it would stay. Knows no tokens.
 
 Each block belongs to a class, by how often it was used and by how many new blocks the last request that used it brought.
-`radixkv.hazards` learns of each class how soon its blocks come back; what was evicted is remembered and goes on counting,
-so that what is learned does not depend on what was evicted. The leaf whose index is smallest goes; unless that is not
-much smaller than that of the least recently used one, then that one goes. Where this order hits less than LRU would, LRU
+`radixkv.hazards` learns of each class how soon its blocks come back. What was evicted is remembered and goes on counting,
+so that what is learned does not depend on what was evicted. The leaf whose index is smallest goes; but unless that is
+much smaller than that of the least recently used one, that one goes. Where this order hits less than LRU would, LRU
 order is used for a while. See docs/policies.md.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 
 from radixkv.evicted import Place
 from radixkv.ghosts import NO_GHOST, Ghosts
-from radixkv.hazards import NUM_BINS, NUM_CLASSES, Hazards, age_bin, class_of
+from radixkv.hazards import NUM_BINS, NUM_CLASSES, ROW, Hazards, age_bin, class_of
 from radixkv.lazy_heap import LazyHeap
-from radixkv.shadow import ShadowLRU
+from radixkv.shadow import Guard, ShadowLRU
 from radixkv.tree import BLOCK_BYTES, NO_NODE, Lookup
 
 _MARGIN = 0.7  # LRU order is left only for a victim whose index is below this share of that of LRU's victim
@@ -24,19 +24,18 @@ _MIN_REMEMBERED = 4096  # nodes that are remembered, cached or evicted, or so ma
 _REMEMBERED_PER_NODE = 4
 _MIN_BLOCKS = 1 << 20  # evicted blocks that are remembered, 4 bytes each, or so many times those of the cache:
 _BLOCKS_PER_BLOCK = 8
-_FIRST_LESSON = 32  # requests; after that when an eighth more have come, but
+_FIRST_LESSON = 32  # requests; the next one comes after an eighth more, but after at least and at most so many:
 _MIN_LESSON, _MAX_LESSON = 32, 256
-_MAX_LOG = 5 * 4096  # numbers
-_CHUNK = 8192  # nodes that are settled in one go, so that no request waits for more
+_CHUNK = 8192  # nodes that are counted in one go, so that no request waits for more
 
 _NEVER = 1 << 62
-_NEW = -1  # mark of a node that nobody used yet, or that is gone
-_CLASS_BITS = 8  # of a mark: the last use << 8 | the class
+_CLASS_BITS = 8  # a mark is the last use << 8 | the class
 _CLASS = (1 << _CLASS_BITS) - 1
-_NUMBER_BITS = 32  # of an entry of a heap: a mark << 32 | a node or ghost
+_NEW = -1  # the mark of a node that nobody used yet, or that is gone
+_NUMBER_BITS = 32  # an entry of a heap is a mark << 32 | a node
 _NUMBER = (1 << _NUMBER_BITS) - 1
 _NO_PLACE = -1  # in a ring
-_CLASSES = [0, *(class_of(uses, 0) for uses in range(1, 33))]  # by uses, of requests that bring nothing new
+_CLASSES = [0, *(class_of(uses, 0) for uses in range(1, 33))]  # by uses, if nothing is new
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,45 +51,10 @@ class ReuseStats:
     switches: int  # how often LRU order was taken up
 
 
-class Guard:
-    """Whether LRU order is to be used, from the hits of both. Not thread-safe."""
-
-    WINDOW = 1024  # lookups over which hits are averaged
-    LOSS = 0.005  # of the blocks asked for
-
-    def __init__(self) -> None:
-        self.active = False
-        self.since = self.switches = 0
-        self._lead = self._asked = 0.0
-        self._num = 0  # lookups since the last switch
-        self._hold = 0  # how long it was active last
-
-    def add(self, lookup: int, lead: int, asked: int) -> None:
-        """A lookup hit `lead` blocks more than LRU would have."""
-        self._lead += lead - self._lead / self.WINDOW
-        self._asked += asked - self._asked / self.WINDOW
-        self._num += 1
-        if self.active:
-            if self._num >= self._hold:
-                self.active = False
-                self._lead = self._asked = 0.0
-                self._num = 0
-                self.since = lookup
-        elif self._num >= self.WINDOW // 2 and self._lead < -self.LOSS * self._asked:
-            self.active = True
-            self._num = 0
-            self._hold = min(max(self.WINDOW, 2 * self._hold), 16 * self.WINDOW)
-            self.since = lookup
-            self.switches += 1
-        elif self._num >= 8 * self.WINDOW:
-            self._hold = 0
-
-
 class Reuse:
     """See the module. A time is a number of requests that ended. Not thread-safe; deterministic.
 
-    Cost: some 30 us a request more than LRU, and some 2 us for each node of a long path. Memory: 60 bytes a node, and
-    what was evicted: the last 4,096 nodes, or 4 times as many as are cached, with about 500 bytes each and 4 a block.
+    Costs and memory are in docs/policies.md.
     """
 
     def __init__(self, *, lru_blocks: int | None = None) -> None:
@@ -100,43 +64,37 @@ class Reuse:
         self._shadow = ShadowLRU()
         self._guard = Guard()
         self._time = 0  # requests that ended
-        self._now = 0  # the request that evicts: the next to end, or the one that ended
-        self._next_lesson, self._last_lesson = _FIRST_LESSON, 0
-        self._lesson_length = 0
-        self._uncounted: list[list[Any]] = []  # of a lesson that has begun: classes, ages before, ages, blocks
+        self._now = 0  # the number of the request that evicts: the next to end, or the one that ended
         self._lookups = self._asked_blocks = self._hit_blocks = self._lru_hit_blocks = 0
         # Of nodes:
         self._marks = array("q")  # when it was used last, and its class
         self._uses = array("q")
         self._lengths = array("q")  # blocks, of nodes that are not new
         self._tails: dict[int, int] = {}  # node -> the ghost of its evicted tail
-        # Of ghosts, the same; of the first `asked` blocks it was counted that they are used again:
+        # Of ghosts, the same; of their first `asked` blocks it was counted that they are used again:
         self._ghost_marks, self._ghost_uses, self._ghost_asked = array("q"), array("q"), array("i")
         # Leaves, a ring for each class in the order in which they were added: place k is where the ring of class k
         # begins and ends, and leaf n has place n + NUM_CLASSES.
         self._after = array("i", range(NUM_CLASSES))
         self._before = array("i", range(NUM_CLASSES))  # _NO_PLACE of what is no leaf
-        self._orders = [LazyHeap(self._is_leaf) for _ in range(NUM_CLASSES)]
+        self._orders = [LazyHeap(self._is_leaf) for _ in range(NUM_CLASSES)]  # by last use
         self._num_leaves = [0] * NUM_CLASSES
-        self._oldest = [NO_NODE] * NUM_CLASSES  # of each class the leaf used longest ago, NO_NODE where that is not known
-        self._unknown: set[int] = set()  # classes where it is not
+        self._oldest = [NO_NODE] * NUM_CLASSES  # the leaf of each class that was used longest ago
+        self._unknown: set[int] = set()  # but of those classes it is not known
         # When the oldest leaf of each class was used, and then the newest of each, _NEVER where there is none:
         self._end_uses = array("q", [_NEVER]) * (2 * NUM_CLASSES)
-        self._follow = NO_NODE  # the next victim, if what was evicted last was all of its child
-        self._trail = _NEW  # mark of what was evicted last
+        self._follow = NO_NODE  # the next victim, where what was evicted last was all that it led to
+        self._trail = _NEW  # the mark of what was evicted last
+        # Lessons: what is remembered is counted, a part of it at each request, then the index is made
+        self._next_lesson = _FIRST_LESSON
+        self._lesson = self._lesson_length = 0  # when the last one began, and how long after the one before
+        self._uncounted: list[list[Any]] = []
 
     @property
     def stats(self) -> ReuseStats:
         """A snapshot."""
-        return ReuseStats(
-            self._lookups,
-            self._asked_blocks,
-            self._hit_blocks,
-            self._lru_hit_blocks,
-            self._guard.active,
-            self._guard.since,
-            self._guard.switches,
-        )
+        counts = self._lookups, self._asked_blocks, self._hit_blocks, self._lru_hit_blocks
+        return ReuseStats(*counts, self._guard.active, self._guard.since, self._guard.switches)
 
     # What the tree tells
 
@@ -147,49 +105,40 @@ class Reuse:
         self._ghosts = Ghosts(width)
         self._ends = np.frombuffer(self._end_uses, np.int64)
         self._oldest_uses = self._ends[:NUM_CLASSES]
-        last_age = ceil(2 ** ((NUM_BINS - 1) / 2))  # in the last bin
-        self._bins = np.array([NUM_BINS, *map(age_bin, range(last_age))])  # of an age + 1, as far as they differ
+        last_edge = ceil(2 ** ((NUM_BINS - 1) / 2))
+        self._bins = np.array([NUM_BINS, *map(age_bin, range(last_edge))])  # of an age + 1; 0 stands for no leaf
         self._rows = np.arange(2 * NUM_CLASSES) % NUM_CLASSES * (NUM_BINS + 1)
-        self._index: Any = None  # by class and bin, and for no bin, flat
+        self._index: Any = None  # flat, by class and bin, and for no leaf; None before the first lesson
 
     def begin(self, lookup: Lookup) -> int:
         path, part, place, key, pos, end, num_asked, room, resumed = lookup
-        self._now = now = self._time + 1
+        self._now = self._time + 1
         self._follow, self._trail = NO_NODE, _NEW
-        shadow = self._shadow
+        shadow, marks = self._shadow, self._marks
         shadow.room = self._lru_blocks or room
-        num_hit = pos // self._width
-        num_lru, start, whole = 0, num_hit, part
-        marks, log, lesson = self._marks, self._hazards.log, self._last_lesson
-        mark = _NEW  # of a run of nodes that have the same, and are counted in one go
-        num = num_nodes = 0
+        depth = start = pos // self._width
+        num_lru, left = 0, part
+        mark = _NEW
+        num = num_nodes = 0  # of nodes one after the other that have this mark
         for node in reversed(path):
             if self._holds[node]:
                 break  # in use, so in no danger of eviction, and neither is what is above
-            length = whole or self._lengths[node]
-            whole = 0
             if marks[node] != mark:
-                if num:
-                    used = mark >> _CLASS_BITS
-                    log.extend((mark & _CLASS, lesson - used if used < lesson else 0, now - used, num, num_nodes))
-                    num_lru += shadow.hits(used, start, num)
+                num_lru += self._use(mark, start, num, num_nodes)
                 mark, num, num_nodes = marks[node], 0, 0
+            length = left or self._lengths[node]
+            left = 0
             start -= length
             num += length
             num_nodes += 1
-        if num:
-            used = mark >> _CLASS_BITS
-            log.extend((mark & _CLASS, lesson - used if used < lesson else 0, now - used, num, num_nodes))
-            num_lru += shadow.hits(used, start, num)
-        num_lru += start
-        depth = num_hit
+        num_lru += self._use(mark, start, num, num_nodes) + start
+        num_hit = depth
         for ghost, length in () if part else self._ghosts.chain(place, key, pos, end):
-            asked, mark = self._ghost_asked[ghost], self._ghost_marks[ghost]
-            used = mark >> _CLASS_BITS
-            num_lru += shadow.hits(used, depth, length)
+            mark, asked = self._ghost_marks[ghost], self._ghost_asked[ghost]
             if asked < length:
+                self._use(mark, depth, length - asked, 1)
                 self._ghost_asked[ghost] = length
-                log.extend((mark & _CLASS, lesson - used if used < lesson else 0, now - used, length - asked, 1))
+            num_lru += shadow.hits(mark >> _CLASS_BITS, depth, length)
             depth += length
         if not resumed:
             self._lookups += 1
@@ -198,6 +147,15 @@ class Reuse:
             self._lru_hit_blocks += num_lru
             self._guard.add(self._lookups, num_hit - num_lru, num_asked)
         return depth
+
+    def _use(self, mark: int, start: int, num: int, num_nodes: int) -> int:
+        """`num` blocks from block `start` of a path on are used again. Returns how many of them LRU would have."""
+        if not num:
+            return 0
+        used, lesson = mark >> _CLASS_BITS, self._lesson
+        counted = lesson - used if used < lesson else 0
+        self._hazards.log.extend((mark & _CLASS, counted, self._now - used, num, num_nodes))
+        return self._shadow.hits(used, start, num)
 
     def start(self, node: int) -> None:
         if node == len(self._marks):
@@ -220,8 +178,7 @@ class Reuse:
         return self._ghosts.chain(place, key, pos, end)
 
     def revive(self, ghost: int, num: int, node: int, serial: int) -> int:
-        self._marks[node] = self._ghost_marks[ghost]
-        self._uses[node] = self._ghost_uses[ghost]
+        self._marks[node], self._uses[node] = self._ghost_marks[ghost], self._ghost_uses[ghost]
         self._lengths[node] = num
         if num < self._ghosts.lengths[ghost]:
             self._ghosts.cut(ghost, num, serial)
@@ -250,45 +207,35 @@ class Reuse:
         for node in path:
             if num_known is not None or marks[node] == _NEW:
                 self._uses[node] = uses = self._uses[node] + 1
-                marks[node] = mark + _CLASSES[min(uses, 32)]
-            else:
+                marks[node] = mark + _CLASSES[uses if uses < 32 else 32]
+            else:  # a fork was no lookup, so it is no use
                 marks[node] = now << _CLASS_BITS | marks[node] & _CLASS
         shadow.use(now, total)
-        ghosts = self._ghosts
-        num_nodes = len(ghosts) + len(self._blocks)
-        while num_nodes > _MIN_REMEMBERED and num_nodes > _REMEMBERED_PER_NODE * len(self._blocks):
-            self._forget_ghost(ghosts.first())
-            num_nodes -= 1
-        while ghosts.num_blocks > _MIN_BLOCKS and ghosts.num_blocks > _BLOCKS_PER_BLOCK * shadow.room:
-            self._forget_ghost(ghosts.first())
-        if len(self._hazards.log) > _MAX_LOG:
-            self._hazards.count_log()
-        if now >= self._next_lesson and not self._uncounted:
-            self._begin_lesson()
-        if self._uncounted:
-            self._go_on()
+        self._forget_first()
+        if now >= self._next_lesson or len(self._hazards.log) > ROW * _CHUNK or self._uncounted:
+            self._learn()
 
     def evicted(self, leaf: int, place: Place, run: bytearray, end: int) -> None:
         ghosts, mark, num = self._ghosts, self._marks[leaf], len(run) // self._width
-        tail = self._tails.get(leaf, NO_GHOST)
-        if tail != NO_GHOST and self._belongs(tail, leaf, end):
-            ghosts.extend_upwards(tail, place, run)
+        ghost = self._tails.get(leaf, NO_GHOST)
+        if ghost != NO_GHOST and self._is_tail(ghost, leaf, end):
+            ghosts.extend_upwards(ghost, place, run)
         else:
-            tail = ghosts.add(place, run, end)
-            if tail == len(self._ghost_marks):
+            ghost = ghosts.add(place, run, end)
+            if ghost == len(self._ghost_marks):
                 for column in (self._ghost_marks, self._ghost_uses, self._ghost_asked):
                     column.append(0)
-            self._ghost_marks[tail], self._ghost_uses[tail], self._ghost_asked[tail] = mark, self._uses[leaf], 0
+            self._ghost_marks[ghost], self._ghost_uses[ghost], self._ghost_asked[ghost] = mark, self._uses[leaf], 0
         if num < self._lengths[leaf]:
-            self._tails[leaf] = tail
             self._lengths[leaf] -= num
+            self._tails[leaf] = ghost
         else:
-            self._tails.pop(leaf, None)
             self._marks[leaf] = _NEW
             self._trail = mark
+            self._tails.pop(leaf, None)
 
-    def _belongs(self, ghost: int, leaf: int, end: int) -> bool:
-        """Whether a ghost, if it is alive still, is the tail of a leaf that ended at serial `end`, and as it was."""
+    def _is_tail(self, ghost: int, leaf: int, end: int) -> bool:
+        """Whether a ghost, if it still is one, continues a leaf that ended at serial `end`, and was used like it."""
         return (
             self._ghosts.continues(ghost, end)
             and self._ghost_marks[ghost] == self._marks[leaf]
@@ -298,12 +245,11 @@ class Reuse:
 
     def forget(self, nodes: list[int], places: list[Place]) -> None:
         for node in nodes:
-            mark = self._marks[node]
+            mark, length = self._marks[node], self._lengths[node]
             if mark != _NEW:
-                used, length = mark >> _CLASS_BITS, self._lengths[node]
                 if not self._holds[node]:
                     self._pass(mark, length)
-                self._shadow.forget(used, length)
+                self._shadow.forget(mark >> _CLASS_BITS, length)
                 self._marks[node] = _NEW
             self._tails.pop(node, None)
         for ghost in self._ghosts.behind(places):
@@ -315,7 +261,7 @@ class Reuse:
     def add(self, leaf: int) -> None:
         mark = self._marks[leaf]
         kind, used = mark & _CLASS, mark >> _CLASS_BITS
-        if self._trail == mark:
+        if mark == self._trail:
             self._follow = leaf
         place, newest = leaf + NUM_CLASSES, self._before[kind]
         self._after[newest] = self._before[kind] = place
@@ -335,17 +281,16 @@ class Reuse:
         if not self._num_leaves[kind]:
             self._end_uses[kind] = self._end_uses[NUM_CLASSES + kind] = _NEVER
             self._unknown.discard(kind)
-        else:
-            if after == kind:
-                self._end_uses[NUM_CLASSES + kind] = self._marks[before - NUM_CLASSES] >> _CLASS_BITS
-            if leaf == self._oldest[kind]:
-                self._unknown.add(kind)
+        elif leaf == self._oldest[kind]:
+            self._unknown.add(kind)
+        if after == kind and before != kind:
+            self._end_uses[NUM_CLASSES + kind] = self._marks[before - NUM_CLASSES] >> _CLASS_BITS
         if leaf == self._follow:
             self._follow = NO_NODE
 
     def victim(self) -> int:
-        """Of each class the leaf used longest ago and the one that became a leaf last are asked: the index first rises
-        with age, then falls, so the smallest of a class is at an end. O(classes)."""
+        """Of each class, the leaf that was used longest ago and the one that became a leaf last are compared: the index
+        first rises with age, then falls, so the smallest of a class is at an end. O(classes)."""
         if self._follow != NO_NODE:
             return self._follow
         for kind in self._unknown:
@@ -355,14 +300,14 @@ class Reuse:
         self._unknown.clear()
         oldest = int(self._oldest_uses.argmin())
         if self._index is not None and not self._guard.active:
-            bins = self._bins.take(self._now + 1 - self._ends, mode="clip")
-            bins += self._rows
-            values = self._index.take(bins)
-            end = int(values.argmin())
-            if values[end] < _MARGIN * values[oldest]:
-                if end >= NUM_CLASSES:
-                    return self._before[end - NUM_CLASSES] - NUM_CLASSES
-                return self._oldest[end]
+            places = self._bins.take(self._now + 1 - self._ends, mode="clip")
+            places += self._rows
+            values = self._index.take(places)
+            lowest = int(values.argmin())
+            if values[lowest] < _MARGIN * values[oldest]:
+                if lowest >= NUM_CLASSES:
+                    return self._before[lowest - NUM_CLASSES] - NUM_CLASSES
+                return self._oldest[lowest]
         return self._oldest[oldest]
 
     def nodes(self) -> set[int]:
@@ -374,19 +319,40 @@ class Reuse:
         leaf = entry & _NUMBER
         return self._before[leaf + NUM_CLASSES] != _NO_PLACE and self._marks[leaf] == entry >> _NUMBER_BITS
 
-    # Ghosts and lessons
+    # Memory and lessons
+
+    def _forget_first(self) -> None:
+        """Forget what was evicted first, where too much is remembered."""
+        ghosts, num_cached = self._ghosts, len(self._blocks)
+        surplus = len(ghosts) + num_cached - max(_MIN_REMEMBERED, _REMEMBERED_PER_NODE * num_cached)
+        while surplus > 0 and len(ghosts):
+            self._forget_ghost(ghosts.first())
+            surplus -= 1
+        while ghosts.num_blocks > _MIN_BLOCKS and ghosts.num_blocks > _BLOCKS_PER_BLOCK * self._shadow.room:
+            self._forget_ghost(ghosts.first())
 
     def _forget_ghost(self, ghost: int) -> None:
         self._pass(self._ghost_marks[ghost], self._ghosts.lengths[ghost] - self._ghost_asked[ghost])
         self._ghosts.remove(ghost)
 
     def _pass(self, mark: int, num: int) -> None:
-        """Blocks will not be heard of again."""
-        used = mark >> _CLASS_BITS
-        self._hazards.log.extend((mark & _CLASS, max(0, self._last_lesson - used), self._time - used, num, 0))
+        """`num` blocks will not be heard of again."""
+        used, lesson = mark >> _CLASS_BITS, self._lesson
+        counted = lesson - used if used < lesson else 0
+        self._hazards.log.extend((mark & _CLASS, counted, self._time - used, num, 0))
+
+    def _learn(self) -> None:
+        self._hazards.count_log()
+        if not self._uncounted:
+            if self._time < self._next_lesson:
+                return
+            self._begin_lesson()
+        self._hazards.count(*self._uncounted.pop())
+        if not self._uncounted:
+            self._end_lesson()
 
     def _begin_lesson(self) -> None:
-        """Note the ages that all that is remembered has reached now. About 0.1 us a node and ghost."""
+        """Note which ages all that is remembered has reached. About 0.1 us a node or ghost."""
         import numpy as np
 
         columns = self._marks, self._lengths, self._holds, self._ghost_marks, self._ghosts.lengths, self._ghost_asked
@@ -395,22 +361,19 @@ class Reuse:
             for column in columns
         )
         idle, gone = ((marks != _NEW) & (holds == 0)).nonzero()[0], ghost_lengths.nonzero()[0]
-        marks = np.concatenate([marks[idle], ghost_marks[gone]])
-        used = marks >> _CLASS_BITS
-        starts, ages = np.maximum(self._last_lesson - used, 0), self._time - used
-        columns = marks & _CLASS, starts, ages, np.concatenate([lengths[idle], (ghost_lengths - asked)[gone]])
-        self._uncounted = [[column[at : at + _CHUNK] for column in columns] for at in range(0, max(1, len(marks)), _CHUNK)]
-        self._last_lesson, self._lesson_length = self._time, self._time - self._last_lesson
+        all_marks = np.concatenate([marks[idle], ghost_marks[gone]])
+        used = all_marks >> _CLASS_BITS
+        counted = np.maximum(self._lesson - used, 0)
+        num = np.concatenate([lengths[idle], (ghost_lengths - asked)[gone]])
+        noted = all_marks & _CLASS, counted, self._time - used, num
+        starts = range(0, max(1, len(num)), _CHUNK)
+        self._uncounted = [[column[start : start + _CHUNK] for column in noted] for start in starts]
+        self._lesson, self._lesson_length = self._time, self._time - self._lesson
         self._next_lesson = self._time + max(_MIN_LESSON, min(_MAX_LESSON, self._time // 8))
 
-    def _go_on(self) -> None:
-        """Count what was noted, a part of it at each request, then make the index anew."""
+    def _end_lesson(self) -> None:
         import numpy as np
 
-        self._hazards.pass_unused(*self._uncounted.pop())
-        if not self._uncounted:
-            self._hazards.relearn(self._lesson_length)
-            index = self._hazards.index
-            if index is not None:
-                self._index = np.column_stack([index, np.full(NUM_CLASSES, inf)]).ravel()
-
+        self._hazards.relearn(self._lesson_length)
+        if self._hazards.index is not None:
+            self._index = np.array([[*row, inf] for row in self._hazards.index]).ravel()

@@ -4,8 +4,10 @@ from array import array
 
 
 class Ring:
-    """Numbers in the order in which they were added, all in O(1): links in two columns, 8 bytes up to the largest number,
-    which no garbage collection walks. Not thread-safe."""
+    """Numbers in the order in which they were added, all in O(1). Not thread-safe.
+
+    Links in two columns, 8 bytes for each number up to the largest, which no garbage collection walks.
+    """
 
     def __init__(self) -> None:
         # number `n` has place n + 1; place 0 is where the ring begins and ends

@@ -1,8 +1,8 @@
-"""What least recently used would have hit, beside any other order. Knows only when each block was used last.
+"""What least recently used would have hit, beside another order, and whether that order is worth its name. Knows no tree.
 
-A request uses its whole path, so the blocks that it was the last to use are a suffix of that path. LRU keeps those of the
-latest requests whole, and of one more request the head; so a block's last use and its place on that path tell whether it
-would be there, and no second cache is needed (the idea is that of one-pass stack distances, Mattson et al. 1970).
+A request uses its whole path, so the blocks that it was the last to use are a suffix of that path. LRU keeps those of
+the latest requests whole, and of one more the head: a block's last use, and its place on that path, tell whether it would
+be there. No second cache is needed.
 """
 
 
@@ -14,13 +14,13 @@ class ShadowLRU:
     def __init__(self) -> None:
         self.room = 0
         """Blocks that it has."""
-        self._edge = 0  # of this request's blocks it keeps the head, of those after it all
+        self._edge = 0  # of the blocks that this request used last it keeps the head, of those after it all
         self._num_after = 0  # blocks last used after that
         self._num_last: dict[int, int] = {}  # request -> blocks that it was the last to use, from the edge on
         self._lengths: dict[int, int] = {}  # request -> blocks of its path
 
     def hits(self, use: int, start: int, num: int) -> int:
-        """How many of `num` blocks, last used by request `use`, from block `start` of their path on, are there."""
+        """How many of `num` blocks, last used by request `use`, from block `start` of its path on, are there."""
         if use > self._edge:
             return num
         if use < self._edge or use not in self._lengths:
@@ -36,7 +36,7 @@ class ShadowLRU:
                 self._num_after -= num
 
     def use(self, request: int, length: int) -> None:
-        """`request`, after all before, used a path of so many blocks, which were forgotten."""
+        """`request`, numbered after all before, used a path of so many blocks, which were forgotten."""
         self._num_last[request] = self._lengths[request] = length
         self._num_after += length
         while self._num_after > self.room:
@@ -44,3 +44,42 @@ class ShadowLRU:
             self._lengths.pop(self._edge, None)
             self._edge += 1
             self._num_after -= self._num_last.get(self._edge, 0)
+
+
+_WINDOW = 1024  # lookups over which hits are averaged
+_LOSS = 0.005  # of the blocks asked for, that is not borne
+
+
+class Guard:
+    """Whether to go by LRU order for a while, as the other one hits less. Not thread-safe.
+
+    For 1,024 lookups, then for twice as many as the last time, up to 16 times; after 8,192 good ones, for 1,024 again.
+    """
+
+    __slots__ = ("_asked", "_lead", "_length", "_num", "active", "since", "switches")
+
+    def __init__(self) -> None:
+        self.active = False
+        self.since = 0
+        """The lookup since which that is so."""
+        self.switches = 0
+        """How often it became active."""
+        self._lead = self._asked = 0.0
+        self._num = 0  # lookups since the last change
+        self._length = 0  # for how many it was active last
+
+    def add(self, lookup: int, lead: int, num_asked: int) -> None:
+        """Lookup number `lookup`, of so many blocks, hit `lead` more than LRU would have."""
+        self._lead += lead - self._lead / _WINDOW
+        self._asked += num_asked - self._asked / _WINDOW
+        self._num += 1
+        if self.active:
+            if self._num >= self._length:
+                self.active, self.since, self._num = False, lookup, 0
+                self._lead = self._asked = 0.0
+        elif self._num >= _WINDOW // 2 and self._lead < -_LOSS * self._asked:
+            self.active, self.since, self._num = True, lookup, 0
+            self.switches += 1
+            self._length = min(max(_WINDOW, 2 * self._length), 16 * _WINDOW)
+        elif self._num >= 8 * _WINDOW:
+            self._length = 0
