@@ -164,10 +164,13 @@ class Reuse:
             self._after.append(_NO_PLACE)
             self._before.append(_NO_PLACE)
         self._marks[node] = _NEW
-        self._uses[node] = 0
+        self._uses[node] = self._lengths[node] = 0
 
     def is_new(self, node: int) -> bool:
         return self._marks[node] == _NEW
+
+    def is_like(self, node: int, ghost: int) -> bool:
+        return self._marks[node] == self._ghost_marks[ghost] and self._uses[node] == self._ghost_uses[ghost]
 
     def split(self, node: int, upper: int, part: int) -> None:
         self._marks[upper], self._uses[upper] = self._marks[node], self._uses[node]
@@ -179,7 +182,7 @@ class Reuse:
 
     def revive(self, ghost: int, num: int, node: int, serial: int) -> int:
         self._marks[node], self._uses[node] = self._ghost_marks[ghost], self._ghost_uses[ghost]
-        self._lengths[node] = num
+        self._lengths[node] += num
         if num < self._ghosts.lengths[ghost]:
             self._ghosts.cut(ghost, num, serial)
             self._ghost_asked[ghost] = max(0, self._ghost_asked[ghost] - num)
@@ -236,12 +239,7 @@ class Reuse:
 
     def _is_tail(self, ghost: int, leaf: int, end: int) -> bool:
         """Whether a ghost, if it still is one, continues a leaf that ended at serial `end`, and was used like it."""
-        return (
-            self._ghosts.continues(ghost, end)
-            and self._ghost_marks[ghost] == self._marks[leaf]
-            and self._ghost_uses[ghost] == self._uses[leaf]
-            and not self._ghost_asked[ghost]
-        )
+        return self._ghosts.continues(ghost, end) and self.is_like(leaf, ghost) and not self._ghost_asked[ghost]
 
     def forget(self, nodes: list[int], places: list[Place]) -> None:
         for node in nodes:

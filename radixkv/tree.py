@@ -55,6 +55,9 @@ class Learner(Policy, Protocol):
     def is_new(self, node: int, /) -> bool:
         """Whether nobody used `node` yet, but the request that made it."""
 
+    def is_like(self, node: int, ghost: int, /) -> bool:
+        """Whether `node` and an evicted run behind it were used by the same requests."""
+
     def split(self, node: int, upper: int, part: int, /) -> None:
         """The first `part` blocks of `node` are `upper` now, used alike."""
 
@@ -62,8 +65,8 @@ class Learner(Policy, Protocol):
         """Which evicted runs, one after the other, continue `place` as `key[pos:end]` does: (ghost, blocks of it)."""
 
     def revive(self, ghost: int, num: int, node: int, serial: int, /) -> int:
-        """The first `num` blocks of an evicted run are `node` now, which ends at `serial`; returns the serial to use
-        instead, behind which the tree is remembered."""
+        """The first `num` blocks of an evicted run are the end of `node` now, at `serial`. Returns the serial to use
+        instead: what was evicted behind the run is remembered under that."""
 
     def touch(self, path: list[int], num_known: int | None, /) -> None:
         """A request that used `path` ended; its `begin` returned `num_known`, None for a fork. It may still be held."""
@@ -323,24 +326,19 @@ class RadixTree:
         """
         self.num_blocks += len(blocks)
         learner = self.learner
-        if learner is not None:
-            node, num = self._revive(learner, node, edge, blocks)
-            if num == len(blocks):
-                return node
-            if num:
-                edge, blocks = edge[num * self.width :], blocks[num:]
-        family = self._children.get(node)
-        if (
-            family is None
-            and self._holds[node] == 1
-            and self._parents[node] != NO_NODE
-            and (learner is None or learner.is_new(node))
-        ):
-            self._edges[node] += edge
-            self._blocks[node] += blocks.tobytes()
-            self._serials[node] = self._next_serial()
+        if learner is None:
+            return self._append(node, edge, blocks, True)
+        done = 0
+        for ghost, num in learner.find(self._place(node), edge, 0, len(edge)):
+            run = edge[done * self.width : (done + num) * self.width]
+            node = self._append(node, run, blocks[done : done + num], learner.is_like(node, ghost))
+            self._serials[node] = learner.revive(ghost, num, node, self._serials[node])
+            done += num
+        if done == len(blocks):
             return node
-        return self._add_child(node, edge, blocks)
+        if done:
+            edge, blocks = edge[done * self.width :], blocks[done:]
+        return self._append(node, edge, blocks, learner.is_new(node))
 
     def evict(self, num: int, freed: "array[int]") -> None:
         """Evict `num` blocks, or all that are evictable; adds their ids to `freed` in the order in which they went.
@@ -560,25 +558,25 @@ class RadixTree:
             self.learner.start(node)
         return node
 
-    def _add_child(self, node: int, edge: bytearray, blocks: "array[int]") -> int:
-        """A child that takes over a request's hold on `node`; `edge` is kept."""
+    def _append(self, node: int, edge: bytearray, blocks: "array[int]", in_place: bool) -> int:
+        """Cache `edge`, which is kept, after `node`, and move a request's hold there: into the node, if that is
+        `in_place` and the request alone uses it, else into a child."""
+        family = self._children.get(node)
+        if in_place and family is None and self._holds[node] == 1 and self._parents[node] != NO_NODE:
+            self._edges[node] += edge
+            self._blocks[node] += blocks.tobytes()
+            self._serials[node] = self._next_serial()
+            return node
         child = self._new_node(node)
         self._edges[child] = edge
         self._blocks[child] = bytearray(blocks.tobytes())
-        self._holds[child] = 1
-        self._children.setdefault(node, {})[bytes(edge[: self.width])] = child
+        self._holds[child] = 1  # the request's hold on `node` becomes its child's
+        first = bytes(edge[: self.width])
+        if family is None:
+            self._children[node] = {first: child}
+        else:
+            family[first] = child
         return child
-
-    def _revive(self, learner: Learner, node: int, edge: bytearray, blocks: "array[int]") -> tuple[int, int]:
-        """Cache as much of `edge` after `node` as was evicted from there, in nodes of their own, so that each goes on
-        with what was known of it. Returns the last of them, and the number of blocks."""
-        num = 0
-        for ghost, more in learner.find(self._place(node), edge, 0, len(edge)):
-            run = edge[num * self.width : (num + more) * self.width]
-            node = self._add_child(node, run, blocks[num : num + more])
-            self._serials[node] = learner.revive(ghost, more, node, self._serials[node])
-            num += more
-        return node, num
 
     def _split(self, node: int, part: int) -> int:
         """Cut `node` after `part` blocks; returns the new upper node, which the caller holds at once.
