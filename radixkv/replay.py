@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from radixkv.cache import PrefixCache
+from radixkv.reuse import Reuse
 from radixkv.tokens import TOKEN_BYTES
 from radixkv.trace import IdRequest, IdTrace, Progress, TokenRequest, TokenTrace, Trace
 from radixkv.tree import Policy
@@ -44,12 +45,18 @@ class Row:
 
 
 def replay(
-    trace: Trace, capacity: int | None, policy: str | Policy = "lru", *, progress: Progress | None = None
+    trace: Trace,
+    capacity: int | None,
+    policy: str | Policy = "lru",
+    *,
+    bypass: bool = False,
+    progress: Progress | None = None,
 ) -> Row:
     """Run all requests through a fresh cache of `capacity` blocks of the trace's block size; None for no bound.
 
-    A request ends before the next begins. A prompt of more than `capacity` blocks is cached as far as it fits. A policy
-    object must be fresh. Cost: some 20 us a request, and 4 bytes a block of capacity, at most of those that the trace
+    A request ends before the next begins. A prompt of more than `capacity` blocks is cached as far as it fits. With
+    `bypass`, requests run beside the cache, as beside a host tier: what they leave goes through the same order as what
+    is there, so that a request's own tail may be the first to go. A policy object must be fresh. Cost: some 20 us a request, and 4 bytes a block of capacity, at most of those that the trace
     could need.
 
     Raises: ValueError for a capacity below 1 or an unknown policy.
@@ -58,7 +65,7 @@ def replay(
         raise ValueError(f"capacity must be at least 1 block, got {capacity}")
     started = time.perf_counter()
     hit_blocks = access_blocks = hit_tokens = prompt_tokens = 0
-    for request, hit in replayed(trace, capacity, policy, progress=progress):
+    for request, hit in replayed(trace, capacity, policy, bypass=bypass, progress=progress):
         hit_blocks += hit
         hit_tokens += min(hit * trace.block_size, request.num_prompt_tokens)
         prompt_tokens += request.num_prompt_tokens
@@ -72,12 +79,17 @@ def replay(
 
 
 def replayed(
-    trace: Trace, capacity: int | None, policy: str | Policy = "lru", *, progress: Progress | None = None
+    trace: Trace,
+    capacity: int | None,
+    policy: str | Policy = "lru",
+    *,
+    bypass: bool = False,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[IdRequest | TokenRequest, int]]:
     """As `replay`, request by request: each with its number of hit blocks."""
     if isinstance(trace, IdTrace):
-        return _replay_ids(trace, capacity, policy, progress)
-    return _replay_tokens(trace, capacity, policy, progress)
+        return _replay_ids(trace, capacity, policy, bypass, progress)
+    return _replay_tokens(trace, capacity, policy, bypass, progress)
 
 
 def default_capacities(num_blocks: int) -> list[int | None]:
@@ -90,11 +102,12 @@ def default_capacities(num_blocks: int) -> list[int | None]:
 
 
 def _replay_ids(
-    trace: IdTrace, capacity: int | None, policy: str | Policy, progress: Progress | None
+    trace: IdTrace, capacity: int | None, policy: str | Policy, bypass: bool, progress: Progress | None
 ) -> Iterator[tuple[IdRequest, int]]:
     """Every id is one token in a block of one: ids are chained, so the tree of ids is the tree of prefixes."""
     num_blocks = _at_most(capacity, trace.num_blocks)
-    cache = PrefixCache(num_blocks, 1, policy=policy)
+    longest = max(map(_path_length, trace.requests)) if bypass else 0
+    cache = _cache(num_blocks, min(longest, num_blocks), 1, policy)
     for request in _watched(trace.requests, progress):
         path = packed_ids(request.runs if request.path is None else request.path)
         if not path:
@@ -104,10 +117,11 @@ def _replay_ids(
         yield request, min(running.num_cached_tokens, request.num_blocks)
         cache.commit(running)
         cache.free(running)
+        cache.evict(max(0, cache.num_cached_blocks - num_blocks))
 
 
 def _replay_tokens(
-    trace: TokenTrace, capacity: int | None, policy: str | Policy, progress: Progress | None
+    trace: TokenTrace, capacity: int | None, policy: str | Policy, bypass: bool, progress: Progress | None
 ) -> Iterator[tuple[TokenRequest, int]]:
     """As an engine does: at least one token is prefilled, and the last token of the answer never has KV."""
     block_size = trace.block_size
@@ -115,7 +129,7 @@ def _replay_tokens(
         -(-(request.num_prompt_tokens + request.num_output_tokens) // block_size) for request in trace.requests
     )
     num_blocks = _at_most(capacity, trace.num_blocks + longest)  # all that is cached, and the blocks of one request
-    cache = PrefixCache(num_blocks, block_size, policy=policy)
+    cache = _cache(num_blocks, min(longest, num_blocks) if bypass else 0, block_size, policy)
     room = num_blocks * block_size * TOKEN_BYTES
     for request in _watched(trace.requests, progress):
         running = cache.allocate(request.tokens[:room], namespace=request.namespace)
@@ -126,6 +140,19 @@ def _replay_tokens(
             cache.append(running, output)
             cache.commit(running, running.num_tokens - 1)
         cache.free(running)
+        cache.evict(max(0, cache.num_cached_blocks - num_blocks))
+
+
+def _cache(num_blocks: int, num_beside: int, block_size: int, policy: str | Policy) -> PrefixCache:
+    """A cache of `num_blocks` blocks, and so many beside it for the request that runs."""
+    if policy == "reuse" and num_beside:
+        policy = Reuse(lru_blocks=num_blocks)
+    return PrefixCache(num_blocks + num_beside, block_size, policy=policy)
+
+
+def _path_length(request: IdRequest) -> int:
+    runs = request.runs if request.path is None else request.path
+    return sum(runs[1::2]) - sum(runs[::2])
 
 
 def _at_most(capacity: int | None, num_needed: int) -> int:

@@ -51,6 +51,9 @@ def replay_command(
         typer.Option(help="In blocks: 1000,3000,inf. Default: shares of the trace's blocks.", show_default=False),
     ] = None,
     policy: Annotated[str, typer.Option(help=f"One or more of {', '.join(POLICIES)}.")] = "lru",
+    bypass: Annotated[
+        bool, typer.Option("--bypass", help="Requests run beside the cache, as beside a host tier.")
+    ] = False,
     limit: Annotated[
         int | None, typer.Option(parser=whole(1), metavar="N", help="Only the first so many requests.")
     ] = None,
@@ -97,7 +100,7 @@ def replay_command(
         runs = [(name, blocks) for name in policies for blocks in capacities or default_capacities(loaded.num_blocks)]
         for done, (name, blocks) in enumerate(runs):
             bar.update(task, description=f"{name} {count(blocks)}", total=len(runs))
-            rows.append(replay(loaded, blocks, name, progress=partial(advance, bar, task, done)))
+            rows.append(replay(loaded, blocks, name, bypass=bypass, progress=partial(advance, bar, task, done)))
     if loaded.skipped.num_lines:
         print(f"radixkv: bad lines skipped: {loaded.skipped.num_lines:,}, the first:", file=sys.stderr)
         for reason in loaded.skipped.reasons:
