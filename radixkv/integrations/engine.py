@@ -298,12 +298,9 @@ class Engine:
             self._end(request, "cancelled")
 
     def _keep_warm(self) -> None:
-        """Use what the next in the queue will find, so that it is evicted last; counted with the resumed lookups."""
+        """Use what the next in the queue will find, so that it is evicted last."""
         for request in self._waiting[2 * self.max_running - 1 :: -1]:
-            if hit := self.cache.match(request._key, namespace=request._namespace):
-                prefix = request._key[: hit * TOKEN_BYTES]
-                hold = self.cache.allocate(prefix, namespace=request._namespace, min_prefill_tokens=0, resumed=True)
-                self.cache.free(hold)
+            self.cache.touch(request._key, namespace=request._namespace)
 
     def _admit(self) -> None:
         """Hold blocks for those who fit, first come, first served."""
