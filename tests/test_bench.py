@@ -143,7 +143,7 @@ def test_hits_that_differ_are_explained() -> None:
 def test_targets_are_met_not_met_or_not_measured() -> None:
     rows = {row[0]: row[-1] for row in peers.targets({"e radixkv": 0.4, "d growth": 7.0})["rows"]}
     assert rows["(e) us a decoded token"] == "met"
-    assert rows["(d) the last turns cost what the 10th does"] == "**not met**"
+    assert rows["(d) the last turns cost what the first do"] == "**not met**"
     assert rows["import radixkv, s of CPU"] == "not measured"
 
 
