@@ -1,6 +1,7 @@
 """Lookups that are kept, touches, and decode steps: each must be what the plain calls are."""
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,20 @@ def test_a_touch_of_part_of_a_leaf_spares_that_part() -> None:
 
 
 # Decode steps
+
+
+def test_a_token_within_a_block_allocates_nothing() -> None:
+    cache = PrefixCache(64, block_size=16)
+    request = cache.allocate(range(1000, 1300))
+    cache.append(request, range(20))  # room in the block, and in the array of what was generated
+    tokens = [*range(5000, 5012)]
+    step = iter(tokens)
+    before = sys.getallocatedblocks()
+    for token in step:
+        cache.append(request, token)
+    assert sys.getallocatedblocks() <= before + 1  # `before` itself
+    assert request.num_tokens % 16 == 332 % 16
+    assert len(request.block_table) == 21
 
 
 def test_a_decode_step_is_commit_and_append_of_each() -> None:
