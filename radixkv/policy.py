@@ -6,6 +6,7 @@ A policy of one's own is an object with `add(leaf)`, `discard(leaf)` and `victim
 import heapq
 from collections.abc import Callable
 
+from radixkv.arc import ARC
 from radixkv.reuse import Reuse
 from radixkv.ring import Ring
 from radixkv.tree import Policy, Usage
@@ -73,6 +74,8 @@ POLICIES: "dict[str, Callable[[], Policy]]" = {
     "priority": lambda: Ranked(lambda usage, leaf: (usage.priority[leaf], usage.last_use[leaf])),
     # what is least likely to be used again per request that it would stay, learned as it happens
     "reuse": Reuse,
+    # adaptive replacement: what was used once and what was used again, in a proportion that follows the misses
+    "arc": ARC,
 }
 
 

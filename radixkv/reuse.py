@@ -13,11 +13,12 @@ from math import ceil, inf
 from typing import Any
 
 from radixkv.evicted import Place
-from radixkv.ghosts import NO_GHOST, Ghosts
 from radixkv.hazards import NUM_BINS, NUM_CLASSES, ROW, Hazards, age_bin, class_of
 from radixkv.lazy_heap import LazyHeap
+from radixkv.learner import Arrival
+from radixkv.memory import CLASS, CLASS_BITS, NEW, Memory
 from radixkv.shadow import Guard, ShadowLRU
-from radixkv.tree import BLOCK_BYTES, NO_NODE, Lookup
+from radixkv.tree import BLOCK_BYTES, NO_NODE
 
 _MARGIN = 0.7  # LRU order is left only for a victim whose index is below this share of that of LRU's victim
 _MIN_REMEMBERED = 4096  # nodes that are remembered, cached or evicted, or so many times those that are cached:
@@ -29,9 +30,6 @@ _MIN_LESSON, _MAX_LESSON = 32, 256
 _CHUNK = 8192  # nodes that are counted in one go, so that no request waits for more
 
 _NEVER = 1 << 62
-_CLASS_BITS = 8  # a mark is the last use << 8 | the class
-_CLASS = (1 << _CLASS_BITS) - 1
-_NEW = -1  # the mark of a node that nobody used yet, or that is gone
 _NUMBER_BITS = 32  # an entry of a heap is a mark << 32 | a node
 _NUMBER = (1 << _NUMBER_BITS) - 1
 _NO_PLACE = -1  # in a ring
@@ -51,28 +49,21 @@ class ReuseStats:
     switches: int  # how often LRU order was taken up
 
 
-class Reuse:
-    """See the module. A time is a number of requests that ended. Not thread-safe; deterministic.
+class Reuse(Memory):
+    """See the module. Not thread-safe; deterministic.
 
     Costs and memory are in docs/policies.md.
     """
 
     def __init__(self, *, lru_blocks: int | None = None) -> None:
         """`lru_blocks`: what LRU is imagined to have; by default, what the cache has."""
+        super().__init__()
         self._lru_blocks = lru_blocks
         self._hazards = Hazards()
         self._shadow = ShadowLRU()
         self._guard = Guard()
-        self._time = 0  # requests that ended
         self._now = 0  # the number of the request that evicts: the next to end, or the one that ended
         self._lookups = self._asked_blocks = self._hit_blocks = self._lru_hit_blocks = 0
-        # Of nodes:
-        self._marks = array("q")  # when it was used last, and its class
-        self._uses = array("q")
-        self._lengths = array("q")  # blocks, of nodes that are not new
-        self._tails: dict[int, int] = {}  # node -> the ghost of its evicted tail
-        # Of ghosts, the same; of their first `asked` blocks it was counted that they are used again:
-        self._ghost_marks, self._ghost_uses, self._ghost_asked = array("q"), array("q"), array("i")
         # Leaves, a ring for each class in the order in which they were added: place k is where the ring of class k
         # begins and ends, and leaf n has place n + NUM_CLASSES.
         self._after = array("i", range(NUM_CLASSES))
@@ -84,7 +75,7 @@ class Reuse:
         # When the oldest leaf of each class was used, and then the newest of each, _NEVER where there is none:
         self._end_uses = array("q", [_NEVER]) * (2 * NUM_CLASSES)
         self._follow = NO_NODE  # the next victim, where what was evicted last was all that it led to
-        self._trail = _NEW  # the mark of what was evicted last
+        self._trail = NEW  # the mark of what was evicted last
         # Lessons: what is remembered is counted, a part of it at each request, then the index is made
         self._next_lesson = _FIRST_LESSON
         self._lesson = self._lesson_length = 0  # when the last one began, and how long after the one before
@@ -101,8 +92,7 @@ class Reuse:
     def attach(self, width: int, holds: "array[int]", blocks: dict[int, bytearray]) -> None:
         import numpy as np  # here: importing radixkv stays fast
 
-        self._width, self._holds, self._blocks = width, holds, blocks
-        self._ghosts = Ghosts(width)
+        super().attach(width, holds, blocks)
         self._ends = np.frombuffer(self._end_uses, np.int64)
         self._oldest_uses = self._ends[:NUM_CLASSES]
         last_edge = ceil(2 ** ((NUM_BINS - 1) / 2))
@@ -110,15 +100,15 @@ class Reuse:
         self._rows = np.arange(2 * NUM_CLASSES) % NUM_CLASSES * (NUM_BINS + 1)
         self._index: Any = None  # flat, by class and bin, and for no leaf; None before the first lesson
 
-    def begin(self, lookup: Lookup) -> int:
-        path, part, place, key, pos, end, num_asked, room, resumed = lookup
+    def begin(self, arrival: Arrival) -> int:
+        path, part, place, key, pos, end, num_asked, room, resumed = arrival
         self._now = self._time + 1
-        self._follow, self._trail = NO_NODE, _NEW
+        self._follow, self._trail = NO_NODE, NEW
         shadow, marks = self._shadow, self._marks
         shadow.room = self._lru_blocks or room
         depth = start = pos // self._width
         num_lru, left = 0, part
-        mark = _NEW
+        mark = NEW
         num = num_nodes = 0  # of nodes one after the other that have this mark
         for node in reversed(path):
             if self._holds[node]:
@@ -138,7 +128,7 @@ class Reuse:
             if asked < length:
                 self._use(mark, depth, length - asked, 1)
                 self._ghost_asked[ghost] = length
-            num_lru += shadow.hits(mark >> _CLASS_BITS, depth, length)
+            num_lru += shadow.hits(mark >> CLASS_BITS, depth, length)
             depth += length
         if not resumed:
             self._lookups += 1
@@ -152,113 +142,69 @@ class Reuse:
         """`num` blocks from block `start` of a path on are used again. Returns how many of them LRU would have."""
         if not num:
             return 0
-        used, lesson = mark >> _CLASS_BITS, self._lesson
+        used, lesson = mark >> CLASS_BITS, self._lesson
         counted = lesson - used if used < lesson else 0
-        self._hazards.log.extend((mark & _CLASS, counted, self._now - used, num, num_nodes))
+        self._hazards.log.extend((mark & CLASS, counted, self._now - used, num, num_nodes))
         return self._shadow.hits(used, start, num)
 
     def start(self, node: int) -> None:
         if node == len(self._marks):
-            for column in (self._marks, self._uses, self._lengths):
-                column.append(0)
             self._after.append(_NO_PLACE)
             self._before.append(_NO_PLACE)
-        self._marks[node] = _NEW
-        self._uses[node] = self._lengths[node] = 0
-
-    def is_new(self, node: int) -> bool:
-        return self._marks[node] == _NEW
-
-    def is_like(self, node: int, ghost: int) -> bool:
-        return self._marks[node] == self._ghost_marks[ghost] and self._uses[node] == self._ghost_uses[ghost]
-
-    def split(self, node: int, upper: int, part: int) -> None:
-        self._marks[upper], self._uses[upper] = self._marks[node], self._uses[node]
-        self._lengths[upper] = part
-        self._lengths[node] -= part
-
-    def find(self, place: Place, key: bytes | bytearray, pos: int, end: int) -> list[tuple[int, int]]:
-        return self._ghosts.chain(place, key, pos, end)
-
-    def revive(self, ghost: int, num: int, node: int, serial: int) -> int:
-        self._marks[node], self._uses[node] = self._ghost_marks[ghost], self._ghost_uses[ghost]
-        self._lengths[node] += num
-        if num < self._ghosts.lengths[ghost]:
-            self._ghosts.cut(ghost, num, serial)
-            self._ghost_asked[ghost] = max(0, self._ghost_asked[ghost] - num)
-            return serial
-        end = self._ghosts.ends[ghost]
-        self._ghosts.remove(ghost)
-        return end
+        super().start(node)
 
     def touch(self, path: list[int], num_known: int | None) -> None:
-        self._time = self._now = now = self._time + 1
-        self._follow, self._trail = NO_NODE, _NEW
+        self._follow, self._trail = NO_NODE, NEW
+        if num_known is not None:
+            self._time = self._now = self._time + 1
         marks, shadow = self._marks, self._shadow
         total = num_new = 0
         for node in path:
             length = len(self._blocks[node]) // BLOCK_BYTES
             total += length
-            if marks[node] == _NEW:
+            if marks[node] == NEW:
                 num_new += length
                 self._lengths[node] = length
             else:
-                shadow.forget(marks[node] >> _CLASS_BITS, length)
+                shadow.forget(marks[node] >> CLASS_BITS, length)
         if num_known is not None:
             num_new = max(0, total - num_known)
-        mark = now << _CLASS_BITS | class_of(1, num_new)
+        time = self._time << CLASS_BITS
+        size = class_of(1, num_new)
         for node in path:
-            if num_known is not None or marks[node] == _NEW:
+            if num_known is not None:
                 self._uses[node] = uses = self._uses[node] + 1
-                marks[node] = mark + _CLASSES[uses if uses < 32 else 32]
-            else:  # a fork was no lookup, so it is no use
-                marks[node] = now << _CLASS_BITS | marks[node] & _CLASS
-        shadow.use(now, total)
+                marks[node] = time | size + _CLASSES[uses if uses < 32 else 32]
+            else:  # nobody looked it up, so that is no use
+                marks[node] = time | (size if marks[node] == NEW else marks[node] & CLASS)
+        shadow.use(self._time, total)
         self._forget_first()
-        if now >= self._next_lesson or len(self._hazards.log) > ROW * _CHUNK or self._uncounted:
+        if self._time >= self._next_lesson or len(self._hazards.log) > ROW * _CHUNK or self._uncounted:
             self._learn()
 
     def evicted(self, leaf: int, place: Place, run: bytearray, end: int) -> None:
-        ghosts, mark, num = self._ghosts, self._marks[leaf], len(run) // self._width
-        ghost = self._tails.get(leaf, NO_GHOST)
-        if ghost != NO_GHOST and self._is_tail(ghost, leaf, end):
-            ghosts.extend_upwards(ghost, place, run)
-        else:
-            ghost = ghosts.add(place, run, end)
-            if ghost == len(self._ghost_marks):
-                for column in (self._ghost_marks, self._ghost_uses, self._ghost_asked):
-                    column.append(0)
-            self._ghost_marks[ghost], self._ghost_uses[ghost], self._ghost_asked[ghost] = mark, self._uses[leaf], 0
-        if num < self._lengths[leaf]:
-            self._lengths[leaf] -= num
-            self._tails[leaf] = ghost
-        else:
-            self._marks[leaf] = _NEW
-            self._trail = mark
-            self._tails.pop(leaf, None)
-
-    def _is_tail(self, ghost: int, leaf: int, end: int) -> bool:
-        """Whether a ghost, if it still is one, continues a leaf that ended at serial `end`, and was used like it."""
-        return self._ghosts.continues(ghost, end) and self.is_like(leaf, ghost) and not self._ghost_asked[ghost]
+        mark = self._marks[leaf]
+        self._remember(leaf, place, run, end)
+        self._trail = mark if self._marks[leaf] == NEW else NEW
 
     def forget(self, nodes: list[int], places: list[Place]) -> None:
         for node in nodes:
             mark, length = self._marks[node], self._lengths[node]
-            if mark != _NEW:
+            if mark != NEW:
                 if not self._holds[node]:
                     self._pass(mark, length)
-                self._shadow.forget(mark >> _CLASS_BITS, length)
-                self._marks[node] = _NEW
+                self._shadow.forget(mark >> CLASS_BITS, length)
+                self._marks[node] = NEW
             self._tails.pop(node, None)
         for ghost in self._ghosts.behind(places):
-            self._shadow.forget(self._ghost_marks[ghost] >> _CLASS_BITS, self._ghosts.lengths[ghost])
+            self._shadow.forget(self._ghost_marks[ghost] >> CLASS_BITS, self._ghosts.lengths[ghost])
             self._forget_ghost(ghost)
 
     # Leaves
 
     def add(self, leaf: int) -> None:
         mark = self._marks[leaf]
-        kind, used = mark & _CLASS, mark >> _CLASS_BITS
+        kind, used = mark & CLASS, mark >> CLASS_BITS
         if mark == self._trail:
             self._follow = leaf
         place, newest = leaf + NUM_CLASSES, self._before[kind]
@@ -271,7 +217,7 @@ class Reuse:
         self._orders[kind].push(mark << _NUMBER_BITS | leaf, self._num_leaves[kind])
 
     def discard(self, leaf: int) -> None:
-        place, kind = leaf + NUM_CLASSES, self._marks[leaf] & _CLASS
+        place, kind = leaf + NUM_CLASSES, self._marks[leaf] & CLASS
         before, after = self._before[place], self._after[place]
         self._after[before], self._before[after] = after, before
         self._before[place] = _NO_PLACE
@@ -282,7 +228,7 @@ class Reuse:
         elif leaf == self._oldest[kind]:
             self._unknown.add(kind)
         if after == kind and before != kind:
-            self._end_uses[NUM_CLASSES + kind] = self._marks[before - NUM_CLASSES] >> _CLASS_BITS
+            self._end_uses[NUM_CLASSES + kind] = self._marks[before - NUM_CLASSES] >> CLASS_BITS
         if leaf == self._follow:
             self._follow = NO_NODE
 
@@ -294,7 +240,7 @@ class Reuse:
         for kind in self._unknown:
             entry = self._orders[kind].first()
             self._oldest[kind] = entry & _NUMBER
-            self._end_uses[kind] = entry >> _NUMBER_BITS + _CLASS_BITS
+            self._end_uses[kind] = entry >> _NUMBER_BITS + CLASS_BITS
         self._unknown.clear()
         oldest = int(self._oldest_uses.argmin())
         if self._index is not None and not self._guard.active:
@@ -335,9 +281,9 @@ class Reuse:
 
     def _pass(self, mark: int, num: int) -> None:
         """`num` blocks will not be heard of again."""
-        used, lesson = mark >> _CLASS_BITS, self._lesson
+        used, lesson = mark >> CLASS_BITS, self._lesson
         counted = lesson - used if used < lesson else 0
-        self._hazards.log.extend((mark & _CLASS, counted, self._time - used, num, 0))
+        self._hazards.log.extend((mark & CLASS, counted, self._time - used, num, 0))
 
     def _learn(self) -> None:
         self._hazards.count_log()
@@ -358,12 +304,12 @@ class Reuse:
             np.frombuffer(column, column.typecode)  # while it is alive, the column cannot grow
             for column in columns
         )
-        idle, gone = ((marks != _NEW) & (holds == 0)).nonzero()[0], ghost_lengths.nonzero()[0]
+        idle, gone = ((marks != NEW) & (holds == 0)).nonzero()[0], ghost_lengths.nonzero()[0]
         all_marks = np.concatenate([marks[idle], ghost_marks[gone]])
-        used = all_marks >> _CLASS_BITS
+        used = all_marks >> CLASS_BITS
         counted = np.maximum(self._lesson - used, 0)
         num = np.concatenate([lengths[idle], (ghost_lengths - asked)[gone]])
-        noted = all_marks & _CLASS, counted, self._time - used, num
+        noted = all_marks & CLASS, counted, self._time - used, num
         starts = range(0, max(1, len(num)), _CHUNK)
         self._uncounted = [[column[start : start + _CHUNK] for column in noted] for start in starts]
         self._lesson, self._lesson_length = self._time, self._time - self._lesson

@@ -36,8 +36,9 @@ class ShadowLRU:
                 self._num_after -= num
 
     def use(self, request: int, length: int) -> None:
-        """`request`, numbered after all before, used a path of so many blocks, which were forgotten."""
-        self._num_last[request] = self._lengths[request] = length
+        """`request`, the last one or one after it, used a path of so many blocks, which were forgotten."""
+        self._num_last[request] = self._num_last.get(request, 0) + length
+        self._lengths[request] = max(self._lengths.get(request, 0), length)
         self._num_after += length
         while self._num_after > self.room:
             self._num_last.pop(self._edge, None)

@@ -6,22 +6,25 @@ garbage collector looks at, so a full collection at a million leaves costs nothi
 
 from array import array
 from collections.abc import Hashable, Iterator, Mapping
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 from radixkv.evicted import EvictedPrefixes, Place
+from radixkv.learner import Learner
 from radixkv.tokens import TOKEN_BYTES, common_units
 
 BLOCK_BYTES = 4  # a block id, packed
 NO_NODE = -1
 Name: TypeAlias = Hashable  # a namespace as a typed value, see `typed_name`
+# Where a prompt was matched before: its root and the nodes behind that, each with its id and the byte where it ends.
+Trail: TypeAlias = "list[tuple[int, int, int]]"
 
 
 class Policy(Protocol):
     """Which evictable leaf goes next. Leaves are ints, meaningful only until they are discarded.
 
     Two things may be defined besides: `bind(usage)` gets the `Usage` columns that keys can be read from, and
-    `wants_inner_nodes = True` asks for every node that nobody holds, the deepest of a path first. A `Learner` hears of
-    everything.
+    `wants_inner_nodes = True` asks for every node that nobody holds, the deepest of a path first. One
+    that is a `radixkv.learner.Learner` too hears of everything.
     """
 
     def add(self, leaf: int, /) -> None:
@@ -32,64 +35,6 @@ class Policy(Protocol):
 
     def victim(self) -> int:
         """The leaf to evict from next; it stays added until it is discarded. Only called where there is one."""
-
-
-class Learner(Policy, Protocol):
-    """A policy that hears of every use, and knows of a prefix what became of it before it was evicted.
-
-    Nodes that were used by different requests stay apart for it: a leaf is extended in place only while it is new.
-    """
-
-    def attach(self, width: int, holds: "array[int]", blocks: dict[int, bytearray]) -> None:
-        """Gets, once, the bytes of a block's tokens and two columns of the tree: holds and blocks of each node."""
-
-    def begin(self, lookup: "Lookup", /) -> int:
-        """A request begins; nothing is held for it yet. Returns how many blocks of its prompt are known, cached or not.
-
-        Comes before `touch` for every request but a fork, and may come without it.
-        """
-
-    def start(self, node: int, /) -> None:
-        """`node` is new, and held."""
-
-    def is_new(self, node: int, /) -> bool:
-        """Whether nobody used `node` yet, but the request that made it."""
-
-    def is_like(self, node: int, ghost: int, /) -> bool:
-        """Whether `node` and an evicted run behind it were used by the same requests."""
-
-    def split(self, node: int, upper: int, part: int, /) -> None:
-        """The first `part` blocks of `node` are `upper` now, used alike."""
-
-    def find(self, place: Place, key: bytes | bytearray, pos: int, end: int, /) -> list[tuple[int, int]]:
-        """Which evicted runs, one after the other, continue `place` as `key[pos:end]` does: (ghost, blocks of it)."""
-
-    def revive(self, ghost: int, num: int, node: int, serial: int, /) -> int:
-        """The first `num` blocks of an evicted run are the end of `node` now, at `serial`. Returns the serial to use
-        instead: what was evicted behind the run is remembered under that."""
-
-    def touch(self, path: list[int], num_known: int | None, /) -> None:
-        """A request that used `path` ended; its `begin` returned `num_known`, None for a fork. It may still be held."""
-
-    def evicted(self, leaf: int, place: Place, run: bytearray, end: int, /) -> None:
-        """The last blocks of `leaf`, or all, were evicted: `run`, which continues `place` and ended at serial `end`."""
-
-    def forget(self, nodes: list[int], places: list[Place], /) -> None:
-        """`nodes` are gone for good, and what was evicted behind `places`."""
-
-
-class Lookup(NamedTuple):
-    """What a request asks for, and what is there."""
-
-    path: list[int]  # nodes that match
-    part: int  # blocks of the last of them that match, 0 for all
-    place: Place  # where the path ends, if it ends with a whole node
-    key: bytes  # tokens of the prompt
-    pos: int  # bytes that match
-    end: int  # bytes that may match
-    num_blocks: int  # of the prompt
-    room: int  # blocks that are not private to running requests
-    resumed: bool
 
 
 class Usage:
@@ -156,6 +101,7 @@ class RadixTree:
         self._parents = array("i")
         self._holds = array("i")
         self._serials = array("q")  # of the prefix that ends with the node
+        self._ids = array("q")  # of the node itself: new when it is made, and when its tail is evicted
         self._serial = 0
         self._unused = array("i")
         if self.learner is not None:
@@ -196,6 +142,55 @@ class RadixTree:
             part = min(common_units(key, pos, edge, width), (end - pos) // width)
             return path, (pos - start) // width + part, part
         return path, (pos - start) // width, 0
+
+    def follow(self, name: Name, trail: Trail, key: bytearray, end: int) -> None:
+        """Bring `trail`, left by an earlier call for what `key` was then, up to date for `key[:end]`, whole blocks.
+
+        O(1) where nothing changed, else O(what is new, and the last node where it was split or lost its tail).
+        """
+        ids, parents, width = self._ids, self._parents, self.width
+        root = self.root(name)
+        if root == NO_NODE or not trail or trail[0] != (root, ids[root], 0):
+            trail.clear()
+            if root == NO_NODE:
+                return
+            trail.append((root, ids[root], 0))
+        while len(trail) > 1 and (ids[trail[-1][0]] != trail[-1][1] or parents[trail[-1][0]] != trail[-2][0]):
+            trail.pop()  # subtle: only the last can be gone or split alone; what is before a node stays while it does
+        node, node_id, pos = trail[-1]
+        if len(trail) > 1:  # the match may end inside, and a leaf may have grown
+            edge, start = self._edges[node], pos - trail[-2][2]
+            if start < len(edge):
+                if pos == end or not key.startswith(edge[start : start + width], pos):
+                    return
+                pos += min(common_units(key, pos, edge[start:], width), (end - pos) // width) * width
+                trail[-1] = node, node_id, pos
+                if pos - trail[-2][2] < len(edge):
+                    return
+        family = self._children.get(node)
+        if family is None or bytes(key[pos : min(end, pos + width)]) not in family:
+            return
+        path, _, part = self.find(node, bytes(memoryview(key)[pos:end]), 0, end - pos)
+        for child in path:
+            pos += len(self._edges[child])
+            trail.append((child, ids[child], pos))
+        if part:
+            child, node_id, pos = trail[-1]
+            trail[-1] = child, node_id, pos - len(self._edges[child]) + part * width
+
+    def found(self, trail: Trail, end: int) -> tuple[list[int], int, int]:
+        """What `find` from the root on returns for the first `end` bytes, of a trail that is up to date. O(depth)."""
+        end = min(end, trail[-1][2]) if trail else 0
+        if end <= 0:
+            return [], 0, 0
+        path = []
+        start = stop = 0
+        for node in self.path_to(trail[-1][0]):
+            path.append(node)
+            start, stop = stop, stop + len(self._edges[node])
+            if stop >= end:
+                break
+        return path, end // self.width, 0 if stop == end else (end - start) // self.width
 
     def blocks_of(self, path: list[int], part: int) -> "array[int]":
         """The block ids along `path`, of its last node the first `part` only if that is not 0."""
@@ -264,7 +259,7 @@ class RadixTree:
     def release(self, node: int, priority: int, num_known: int | None = None) -> None:
         """A request that ended at `node` is gone: what nobody holds now is evictable, the deepest node first to go.
 
-        `num_known` is what the learner's `begin` returned, None if there was none.
+        `num_known` is what the learner's `begin` returned, None where there was none.
         """
         if self._usage is not None:
             for used in reversed(self.path_to(node)):
@@ -368,7 +363,7 @@ class RadixTree:
                 del edge[keep:]
                 del blocks[(have - take) * BLOCK_BYTES :]
                 end = self._serials[leaf]
-                self._serials[leaf] = self._next_serial()
+                self._serials[leaf] = self._ids[leaf] = self._next_serial()
                 record(leaf, self._serials[leaf], run, end)
                 break
             parent = self._parents[leaf]
@@ -551,7 +546,8 @@ class RadixTree:
             self._parents.append(parent)
             self._holds.append(0)
             self._serials.append(0)
-        self._serials[node] = self._next_serial()
+            self._ids.append(0)
+        self._serials[node] = self._ids[node] = self._next_serial()
         if self._usage is not None:
             self._usage.start(node)
         if self.learner is not None:

@@ -4,7 +4,6 @@ Requests come one after the other. A block is its whole prefix, a tuple of ids; 
 dict. Blocks that were always used together are a run, numbered, as a node of the tree or an evicted run is.
 """
 
-
 from dataclasses import dataclass
 
 Prefix = tuple[int, ...]

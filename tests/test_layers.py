@@ -11,8 +11,9 @@ PACKAGE = Path(__file__).parents[1] / "radixkv"
 LAYERS = [
     {"errors", "tokens", "pool", "stats"},
     {"evicted", "hazards", "lazy_heap", "ring", "shadow"},
-    {"ghosts", "tree"},
-    {"reuse"},
+    {"ghosts", "learner"},
+    {"memory", "tree"},
+    {"arc", "reuse"},
     {"policy", "explanation", "record"},
     {"cache"},
 ]
