@@ -137,18 +137,19 @@ def gittins_index(unused: list[float], stays: list[float]) -> list[float]:
     the average. O(bins): from the last to the first, it pays to go on through a stretch of later bins as long as that
     gives more per request than what was gathered so far.
     """
-    index = [0.0] * len(unused)
-    stretches: list[tuple[float, float, float]] = []  # (chance of a use, requests it stays, 1 - chance), nearest last
-    for b in range(len(unused) - 1, -1, -1):
-        left, cost = unused[b], stays[b]
+    index = []
+    gains, costs, lefts = [], [], []  # of stretches, the nearest last: chance of a use, requests it stays, the rest
+    for left, cost in zip(reversed(unused), reversed(stays), strict=True):
         gain = 1 - left
-        while stretches and stretches[-1][0] * cost > gain * stretches[-1][1]:
-            more, longer, rest = stretches.pop()
-            gain += left * more
-            cost += left * longer
-            left *= rest
-        stretches.append((gain, cost, left))
-        index[b] = gain / cost
+        while gains and gains[-1] * cost > gain * costs[-1]:
+            gain += left * gains.pop()
+            cost += left * costs.pop()
+            left *= lefts.pop()
+        gains.append(gain)
+        costs.append(cost)
+        lefts.append(left)
+        index.append(gain / cost)
+    index.reverse()
     return index
 
 

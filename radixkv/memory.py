@@ -65,16 +65,23 @@ class Memory:
 
     def _remember(self, leaf: int, place: Place, run: bytearray, end: int) -> int:
         """What a `Learner` does when `run` is evicted; returns the ghost."""
-        ghosts, mark, num = self._ghosts, self._marks[leaf], len(run) // self._width
+        ghosts, mark, uses = self._ghosts, self._marks[leaf], self._uses[leaf]
         ghost = self._tails.get(leaf, NO_GHOST)
-        if ghost != NO_GHOST and self._is_tail(ghost, leaf, end):
+        if (
+            ghost != NO_GHOST
+            and self._ghost_marks[ghost] == mark
+            and self._ghost_uses[ghost] == uses
+            and not self._ghost_asked[ghost]
+            and ghosts.continues(ghost, end)  # else it is another one by now
+        ):
             ghosts.extend_upwards(ghost, place, run)
         else:
             ghost = ghosts.add(place, run, end)
             if ghost == len(self._ghost_marks):
                 for column in (self._ghost_marks, self._ghost_uses, self._ghost_asked):
                     column.append(0)
-            self._ghost_marks[ghost], self._ghost_uses[ghost], self._ghost_asked[ghost] = mark, self._uses[leaf], 0
+            self._ghost_marks[ghost], self._ghost_uses[ghost], self._ghost_asked[ghost] = mark, uses, 0
+        num = len(run) // self._width
         if num < self._lengths[leaf]:
             self._lengths[leaf] -= num
             self._tails[leaf] = ghost
@@ -82,7 +89,3 @@ class Memory:
             self._marks[leaf] = NEW
             self._tails.pop(leaf, None)
         return ghost
-
-    def _is_tail(self, ghost: int, leaf: int, end: int) -> bool:
-        """Whether a ghost, if it still is one, continues a leaf that ended at serial `end`, and was used like it."""
-        return self._ghosts.continues(ghost, end) and self.is_like(leaf, ghost) and not self._ghost_asked[ghost]

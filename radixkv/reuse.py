@@ -148,33 +148,38 @@ class Reuse(Memory):
         return self._shadow.hits(used, start, num)
 
     def start(self, node: int) -> None:
-        if node == len(self._marks):
+        super().start(node)
+        if node >= len(self._before) - NUM_CLASSES:
             self._after.append(_NO_PLACE)
             self._before.append(_NO_PLACE)
-        super().start(node)
 
     def touch(self, path: list[int], num_known: int | None) -> None:
         self._follow, self._trail = NO_NODE, NEW
         if num_known is not None:
             self._time = self._now = self._time + 1
-        marks, shadow = self._marks, self._shadow
-        total = num_new = 0
+        marks, uses, lengths, shadow = self._marks, self._uses, self._lengths, self._shadow
+        num_new = num_old = total = 0
+        mark = NEW  # of so many old blocks, one after the other
         for node in path:
-            length = len(self._blocks[node]) // BLOCK_BYTES
-            total += length
             if marks[node] == NEW:
+                lengths[node] = length = len(self._blocks[node]) // BLOCK_BYTES
                 num_new += length
-                self._lengths[node] = length
-            else:
-                shadow.forget(marks[node] >> CLASS_BITS, length)
+                continue
+            if marks[node] != mark:
+                shadow.forget(mark >> CLASS_BITS, num_old)
+                total += num_old
+                mark, num_old = marks[node], 0
+            num_old += lengths[node]
+        shadow.forget(mark >> CLASS_BITS, num_old)
+        total += num_old + num_new
         if num_known is not None:
             num_new = max(0, total - num_known)
         time = self._time << CLASS_BITS
         size = class_of(1, num_new)
         for node in path:
             if num_known is not None:
-                self._uses[node] = uses = self._uses[node] + 1
-                marks[node] = time | size + _CLASSES[uses if uses < 32 else 32]
+                uses[node] = num = uses[node] + 1
+                marks[node] = time | size + _CLASSES[num if num < 32 else 32]
             else:  # nobody looked it up, so that is no use
                 marks[node] = time | (size if marks[node] == NEW else marks[node] & CLASS)
         shadow.use(self._time, total)
@@ -269,11 +274,10 @@ class Reuse(Memory):
         """Forget what was evicted first, where too much is remembered."""
         ghosts, num_cached = self._ghosts, len(self._blocks)
         surplus = len(ghosts) + num_cached - max(_MIN_REMEMBERED, _REMEMBERED_PER_NODE * num_cached)
-        while surplus > 0 and len(ghosts):
+        max_blocks = max(_MIN_BLOCKS, _BLOCKS_PER_BLOCK * self._shadow.room)
+        while len(ghosts) and (surplus > 0 or ghosts.num_blocks > max_blocks):
             self._forget_ghost(ghosts.first())
             surplus -= 1
-        while ghosts.num_blocks > _MIN_BLOCKS and ghosts.num_blocks > _BLOCKS_PER_BLOCK * self._shadow.room:
-            self._forget_ghost(ghosts.first())
 
     def _forget_ghost(self, ghost: int) -> None:
         self._pass(self._ghost_marks[ghost], self._ghosts.lengths[ghost] - self._ghost_asked[ghost])
