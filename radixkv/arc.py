@@ -68,11 +68,11 @@ class ARC(Memory):
 
     def evicted(self, leaf: int, place: Place, run: bytearray, end: int) -> None:
         kind, num = self._marks[leaf] & CLASS, len(run) // self._width
-        ghost = self._remember(leaf, place, run, end)
+        super().evicted(leaf, place, run, end)
         self._num_blocks[kind] -= num
         self._num_ghost_blocks[kind] += num
-        self._ghost_orders[kind].discard(ghost)
-        self._ghost_orders[kind].add(ghost)
+        self._ghost_orders[kind].discard(self._last_ghost)
+        self._ghost_orders[kind].add(self._last_ghost)
 
     def forget(self, nodes: list[int], places: list[Place]) -> None:
         for node in nodes:

@@ -137,8 +137,11 @@ def gittins_index(unused: list[float], stays: list[float]) -> list[float]:
     the average. O(bins): from the last to the first, it pays to go on through a stretch of later bins as long as that
     gives more per request than what was gathered so far.
     """
-    index = []
-    gains, costs, lefts = [], [], []  # of stretches, the nearest last: chance of a use, requests it stays, the rest
+    index: list[float] = []
+    # Of stretches of bins, the nearest last: the chance of a use, the requests it stays, the chance that it is left
+    gains: list[float] = []
+    costs: list[float] = []
+    lefts: list[float] = []
     for left, cost in zip(reversed(unused), reversed(stays), strict=True):
         gain = 1 - left
         while gains and gains[-1] * cost > gain * costs[-1]:

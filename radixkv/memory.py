@@ -24,6 +24,8 @@ class Memory:
         self._uses = array("q")
         self._lengths = array("q")  # blocks, of nodes that are not new
         self._tails: dict[int, int] = {}  # node -> the ghost of its evicted tail
+        self._last_ghost = NO_GHOST  # what was evicted last
+        self._emptied = NEW  # the mark of the leaf that it was all of, NEW if some is left
         # Of ghosts, the same; of their first `asked` blocks it is known that they are used again:
         self._ghost_marks, self._ghost_uses, self._ghost_asked = array("q"), array("q"), array("i")
 
@@ -63,8 +65,7 @@ class Memory:
         self._ghosts.remove(ghost)
         return end
 
-    def _remember(self, leaf: int, place: Place, run: bytearray, end: int) -> int:
-        """What a `Learner` does when `run` is evicted; returns the ghost."""
+    def evicted(self, leaf: int, place: Place, run: bytearray, end: int) -> None:
         ghosts, mark, uses = self._ghosts, self._marks[leaf], self._uses[leaf]
         ghost = self._tails.get(leaf, NO_GHOST)
         if (
@@ -85,7 +86,9 @@ class Memory:
         if num < self._lengths[leaf]:
             self._lengths[leaf] -= num
             self._tails[leaf] = ghost
+            self._emptied = NEW
         else:
             self._marks[leaf] = NEW
             self._tails.pop(leaf, None)
-        return ghost
+            self._emptied = mark
+        self._last_ghost = ghost

@@ -75,7 +75,6 @@ class Reuse(Memory):
         # When the oldest leaf of each class was used, and then the newest of each, _NEVER where there is none:
         self._end_uses = array("q", [_NEVER]) * (2 * NUM_CLASSES)
         self._follow = NO_NODE  # the next victim, where what was evicted last was all that it led to
-        self._trail = NEW  # the mark of what was evicted last
         # Lessons: what is remembered is counted, a part of it at each request, then the index is made
         self._next_lesson = _FIRST_LESSON
         self._lesson = self._lesson_length = 0  # when the last one began, and how long after the one before
@@ -103,7 +102,7 @@ class Reuse(Memory):
     def begin(self, arrival: Arrival) -> int:
         path, part, place, key, pos, end, num_asked, room, resumed = arrival
         self._now = self._time + 1
-        self._follow, self._trail = NO_NODE, NEW
+        self._follow, self._emptied = NO_NODE, NEW
         shadow, marks = self._shadow, self._marks
         shadow.room = self._lru_blocks or room
         depth = start = pos // self._width
@@ -148,13 +147,13 @@ class Reuse(Memory):
         return self._shadow.hits(used, start, num)
 
     def start(self, node: int) -> None:
-        super().start(node)
-        if node >= len(self._before) - NUM_CLASSES:
+        if node == len(self._marks):
             self._after.append(_NO_PLACE)
             self._before.append(_NO_PLACE)
+        super().start(node)
 
     def touch(self, path: list[int], num_known: int | None) -> None:
-        self._follow, self._trail = NO_NODE, NEW
+        self._follow, self._emptied = NO_NODE, NEW
         if num_known is not None:
             self._time = self._now = self._time + 1
         marks, uses, lengths, shadow = self._marks, self._uses, self._lengths, self._shadow
@@ -187,11 +186,6 @@ class Reuse(Memory):
         if self._time >= self._next_lesson or len(self._hazards.log) > ROW * _CHUNK or self._uncounted:
             self._learn()
 
-    def evicted(self, leaf: int, place: Place, run: bytearray, end: int) -> None:
-        mark = self._marks[leaf]
-        self._remember(leaf, place, run, end)
-        self._trail = mark if self._marks[leaf] == NEW else NEW
-
     def forget(self, nodes: list[int], places: list[Place]) -> None:
         for node in nodes:
             mark, length = self._marks[node], self._lengths[node]
@@ -210,7 +204,7 @@ class Reuse(Memory):
     def add(self, leaf: int) -> None:
         mark = self._marks[leaf]
         kind, used = mark & CLASS, mark >> CLASS_BITS
-        if mark == self._trail:
+        if mark == self._emptied:
             self._follow = leaf
         place, newest = leaf + NUM_CLASSES, self._before[kind]
         self._after[newest] = self._before[kind] = place
@@ -242,11 +236,8 @@ class Reuse(Memory):
         first rises with age, then falls, so the smallest of a class is at an end. O(classes)."""
         if self._follow != NO_NODE:
             return self._follow
-        for kind in self._unknown:
-            entry = self._orders[kind].first()
-            self._oldest[kind] = entry & _NUMBER
-            self._end_uses[kind] = entry >> _NUMBER_BITS + CLASS_BITS
-        self._unknown.clear()
+        if self._unknown:
+            self._find_oldest()
         oldest = int(self._oldest_uses.argmin())
         if self._index is not None and not self._guard.active:
             places = self._bins.take(self._now + 1 - self._ends, mode="clip")
@@ -258,6 +249,13 @@ class Reuse(Memory):
                     return self._before[lowest - NUM_CLASSES] - NUM_CLASSES
                 return self._oldest[lowest]
         return self._oldest[oldest]
+
+    def _find_oldest(self) -> None:
+        for kind in self._unknown:
+            entry = self._orders[kind].first()
+            self._oldest[kind] = entry & _NUMBER
+            self._end_uses[kind] = entry >> _NUMBER_BITS + CLASS_BITS
+        self._unknown.clear()
 
     def nodes(self) -> set[int]:
         """What was added and not discarded, for checks."""
