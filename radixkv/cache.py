@@ -161,10 +161,11 @@ class PrefixCache:
     ) -> None:
         """A cache of `num_blocks` blocks of `block_size` tokens each, 4 bytes a block before anything is cached.
 
-        `policy` is "lru", "lfu", "fifo", "slru", "priority" or an object of one's own (see `radixkv.policy`). Where two
-        requests computed the same block, the later table is switched to the cached copy by `commit`; with
-        `swap_duplicates=False` tables only ever grow, and the request keeps its copy until it is freed. `record` names
-        a file to which a trace is written that can be replayed, of hashes (see `radixkv.record`).
+        `policy` is "lru", "lfu", "fifo", "slru", "priority", "reuse", "arc" or an object of one's own (see
+        `radixkv.policy` and docs/policies.md). Where two requests computed the same block, the later table is switched
+        to the cached copy by `commit`; with `swap_duplicates=False` tables only ever grow, and the request keeps its
+        copy until it is freed. `record` names a file to which a trace is written that can be replayed, of hashes (see
+        `radixkv.record`).
         """
         self._num_blocks = _integer("num_blocks", num_blocks, 1, _MAX_BLOCKS)
         self._block_size = _integer("block_size", block_size, 1, _MAX_BLOCK_SIZE)
@@ -211,6 +212,11 @@ class PrefixCache:
     def num_private_blocks(self) -> int:
         """Blocks of running requests that nobody can match: not committed, partly filled, or from before a reset."""
         return self._num_blocks - len(self._pool) - self._tree.num_blocks
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in use, which may have figures of its own: see `radixkv.reuse.Reuse`."""
+        return self._policy
 
     @property
     def stats(self) -> Stats:

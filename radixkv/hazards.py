@@ -1,10 +1,10 @@
 """How soon cached blocks are used again, by class and age, learned as it happens. Knows nothing of trees or of time.
 
 Age is counted in requests since the last use. Of each class and bin of ages two things are counted: blocks that were
-used again at that age, and block-requests that passed at it. Their quotient is a hazard, the chance of a use per request.
+used again at that age, and block-requests that passed at it. Their quotient is a hazard, the chance of a use a request.
 
-What a block is worth is not its hazard now but the best that keeping it can bring: over all ages up to which it might be
-kept, the greatest chance of a use by then per request that it stays. That is its Gittins index (Gittins 1979).
+What a block is worth is not its hazard now but the best that keeping it can bring: over all ages up to which it might
+be kept, the greatest chance of a use by then per request that it stays. That is its Gittins index (Gittins 1979).
 """
 
 from array import array
@@ -22,7 +22,7 @@ NUM_USES = 7  # buckets: 1, 2, 3, 4-7, 8-15, 16-31, 32 and more uses
 NUM_SIZES = 6  # buckets: 0-1, 2-7, 8-31, 32-127, 128-511, 512 and more new blocks
 NUM_CLASSES = NUM_USES * NUM_SIZES
 NUM_BINS = 34  # half octaves of age: bin b begins at age 2^(b/2) - 1, the last one, from 92,681 on, has no end
-ROW = 5  # numbers of an event in the log
+ROW = 6  # numbers of an event in the log
 _PRIOR = 8.0  # uses of average size, as many as which a class is taken to be like those that it is one of
 _HALF_LIFE = 2000.0  # requests after which what was learned counts half
 _HALF_OCTAVE = 0.5**0.5
@@ -54,11 +54,11 @@ class Hazards:
     def __init__(self) -> None:
         size = NUM_CLASSES * NUM_BINS
         self.log = array("q")
-        """Events since the last count, `ROW` numbers each: class, age up to which was counted already, age now, blocks,
-        and of how many nodes if they are used now, 0 if they will not be heard of again."""
+        """Events since the last count, `ROW` numbers each: class, age up to which was counted already, age now, blocks;
+        of how many nodes if they are used now, else 0 or less; and by which request."""
         self._used = array("d", bytes(8 * size))  # blocks, by class and bin
-        # Blocks by the bin in which what was counted ended, and how far into it: the time passed in earlier bins follows.
-        # What was counted before is taken off, so that only what came after remains.
+        # Blocks by the bin in which what was counted ended, and how far into it; the time in earlier bins follows. What
+        # was counted before is taken off, so that only what came after remains.
         self._ends = array("d", bytes(8 * size))
         self._parts = array("d", bytes(8 * size))
         self._num_blocks = self._num_nodes = 0.0  # that were used again
@@ -70,14 +70,14 @@ class Hazards:
         """Count the events in the log. About 0.2 us each."""
         import numpy as np  # here: importing radixkv stays fast
 
-        kinds, starts, ages, num_blocks, num_nodes = np.array(self.log).reshape(-1, ROW).T
+        kinds, starts, ages, num_blocks, num_nodes, _ = np.array(self.log).reshape(-1, ROW).T
         del self.log[:]
         self.count(kinds, starts, ages, num_blocks)
         used = num_nodes > 0
         places = (kinds * NUM_BINS + _bins(ages))[used]
         _add(self._used, places, num_blocks[used])
         self._num_blocks += float(num_blocks[used].sum())
-        self._num_nodes += float(num_nodes.sum())
+        self._num_nodes += float(num_nodes[used].sum())
 
     def count(self, kinds: "Integers", starts: "Integers", ages: "Integers", num_blocks: "Integers") -> None:
         """Blocks passed from one age to another. About 0.1 us each."""
@@ -133,9 +133,9 @@ class Hazards:
 def gittins_index(unused: list[float], stays: list[float]) -> list[float]:
     """By bin in which a block is now: the greatest chance of a use per request, over all bins up to which to keep it.
 
-    `unused`: what share of the blocks that get to a bin leaves it unused; `stays`: how many requests they stay in it, on
-    the average. O(bins): from the last to the first, it pays to go on through a stretch of later bins as long as that
-    gives more per request than what was gathered so far.
+    `unused`: what share of the blocks that get to a bin leaves it unused; `stays`: how many requests they stay in it,
+    on the average. O(bins): from the last to the first, it pays to go on through a stretch of later bins as long as
+    that gives more per request than what was gathered so far.
     """
     index: list[float] = []
     # Of stretches of bins, the nearest last: the chance of a use, the requests it stays, the chance that it is left

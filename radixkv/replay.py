@@ -56,7 +56,9 @@ def replay(
 
     A request ends before the next begins. A prompt of more than `capacity` blocks is cached as far as it fits. With
     `bypass`, requests run beside the cache, as beside a host tier: what they leave goes through the same order as what
-    is there, so that a request's own tail may be the first to go. A policy object must be fresh. Cost: some 20 us a request, and 4 bytes a block of capacity, at most of those that the trace
+    is there, so that a request's own tail may be the first to go. A policy object must be fresh.
+
+    Cost: some 20 us a request, and 4 bytes a block of capacity, at most of those that the trace
     could need.
 
     Raises: ValueError for a capacity below 1 or an unknown policy.

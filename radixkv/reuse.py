@@ -1,10 +1,10 @@
 """The order "reuse": evict what is least likely to be used again per request that it would stay. Knows no tokens.
 
-Each block belongs to a class, by how often it was used and by how many new blocks the last request that used it brought.
-`radixkv.hazards` learns of each class how soon its blocks come back. What was evicted is remembered and goes on counting,
-so that what is learned does not depend on what was evicted. The leaf whose index is smallest goes; but unless that is
-much smaller than that of the least recently used one, that one goes. Where this order hits less than LRU would, LRU
-order is used for a while. See docs/policies.md.
+Each block belongs to a class, by how often it was used and by how many new blocks the last request that used it
+brought. `radixkv.hazards` learns of each class how soon its blocks come back. What was evicted is remembered and goes on
+counting, so that what is learned does not depend on what was evicted. The leaf whose index is smallest goes; but unless
+that is much smaller than that of the least recently used one, that one goes. Where this order hits less than LRU would,
+LRU order is used for a while. See docs/policies.md.
 """
 
 from array import array
@@ -27,6 +27,7 @@ _MIN_BLOCKS = 1 << 20  # evicted blocks that are remembered, 4 bytes each, or so
 _BLOCKS_PER_BLOCK = 8
 _FIRST_LESSON = 32  # requests; the next one comes after an eighth more, but after at least and at most so many:
 _MIN_LESSON, _MAX_LESSON = 32, 256
+_WINDOW = 8192  # requests of which is kept what they used again
 _CHUNK = 8192  # nodes that are counted in one go, so that no request waits for more
 
 _NEVER = 1 << 62
@@ -47,6 +48,34 @@ class ReuseStats:
     guarded: bool  # whether LRU order is used now, because this order lost
     since: int  # the lookup since which that is so
     switches: int  # how often LRU order was taken up
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """What the last requests asked for that was known, for `radixkv.curve.optimum`: columns, one entry a run of blocks.
+
+    Requests are numbered from 1 on; what was used before all of them was used by request 0. Where requests ran side by
+    side, those that began between two ends have the same number.
+    """
+
+    num_requests: int
+    lookups: int
+    asked_blocks: int
+    hit_blocks: int
+    lru_hit_blocks: int
+    capacity: int  # blocks
+    last: Any  # the request that used it before
+    use: Any  # the request that used it again, the same as before if others were using it all the time
+    num: Any  # blocks
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """The requests after a time, up to the next chunk's."""
+
+    time: int
+    counts: tuple[int, int, int, int]  # at that time
+    rows: Any  # of the log, what they used again
 
 
 class Reuse(Memory):
@@ -83,10 +112,33 @@ class Reuse(Memory):
     @property
     def stats(self) -> ReuseStats:
         """A snapshot."""
-        counts = self._lookups, self._asked_blocks, self._hit_blocks, self._lru_hit_blocks
-        return ReuseStats(*counts, self._guard.active, self._guard.since, self._guard.switches)
+        return ReuseStats(*self._counts(), self._guard.active, self._guard.since, self._guard.switches)
 
     # What the tree tells
+
+    def recent(self, num_requests: int = _WINDOW) -> Recent:
+        """What became of the last `num_requests` requests or up to 255 more; at most some 8,192 are known. O(them)."""
+        import numpy as np
+
+        self._count_log()
+        start = 0
+        while start < len(self._recent) - 1 and self._recent[start + 1].time <= self._time - num_requests:
+            start += 1
+        first = self._recent[start]
+        rows = np.concatenate([chunk.rows for chunk in self._recent[start:]])
+        lookups, asked, hit, lru_hit = (now - then for now, then in zip(self._counts(), first.counts, strict=True))
+        use = rows[:, 5] - first.time
+        return Recent(
+            self._time - first.time,
+            lookups,
+            asked,
+            hit,
+            lru_hit,
+            self._shadow.room,
+            np.maximum(use - rows[:, 2], 0),
+            use,
+            rows[:, 3],
+        )
 
     def attach(self, width: int, holds: "array[int]", blocks: dict[int, bytearray]) -> None:
         import numpy as np  # here: importing radixkv stays fast
@@ -97,6 +149,7 @@ class Reuse(Memory):
         last_edge = ceil(2 ** ((NUM_BINS - 1) / 2))
         self._bins = np.array([NUM_BINS, *map(age_bin, range(last_edge))])  # of an age + 1; 0 stands for no leaf
         self._rows = np.arange(2 * NUM_CLASSES) % NUM_CLASSES * (NUM_BINS + 1)
+        self._recent = [_Chunk(0, self._counts(), np.zeros((0, ROW), np.int64))]
         self._index: Any = None  # flat, by class and bin, and for no leaf; None before the first lesson
 
     def begin(self, arrival: Arrival) -> int:
@@ -121,6 +174,8 @@ class Reuse(Memory):
             num += length
             num_nodes += 1
         num_lru += self._use(mark, start, num, num_nodes) + start
+        if start:
+            self._hazards.log.extend((0, 0, 0, start, -1, self._now))
         num_hit = depth
         for ghost, length in () if part else self._ghosts.chain(place, key, pos, end):
             mark, asked = self._ghost_marks[ghost], self._ghost_asked[ghost]
@@ -143,7 +198,7 @@ class Reuse(Memory):
             return 0
         used, lesson = mark >> CLASS_BITS, self._lesson
         counted = lesson - used if used < lesson else 0
-        self._hazards.log.extend((mark & CLASS, counted, self._now - used, num, num_nodes))
+        self._hazards.log.extend((mark & CLASS, counted, self._now - used, num, num_nodes, self._now))
         return self._shadow.hits(used, start, num)
 
     def start(self, node: int) -> None:
@@ -285,10 +340,24 @@ class Reuse(Memory):
         """`num` blocks will not be heard of again."""
         used, lesson = mark >> CLASS_BITS, self._lesson
         counted = lesson - used if used < lesson else 0
-        self._hazards.log.extend((mark & CLASS, counted, self._time - used, num, 0))
+        self._hazards.log.extend((mark & CLASS, counted, self._time - used, num, 0, 0))
+
+    def _counts(self) -> tuple[int, int, int, int]:
+        return self._lookups, self._asked_blocks, self._hit_blocks, self._lru_hit_blocks
+
+    def _count_log(self) -> None:
+        """Count what happened since the last time, and keep what was used again."""
+        import numpy as np
+
+        rows = np.array(self._hazards.log, np.int64).reshape(-1, ROW)
+        self._recent[-1].rows = rows[rows[:, 4] != 0]
+        self._recent.append(_Chunk(self._time, self._counts(), rows[:0]))
+        while len(self._recent) > 1 and self._recent[1].time <= self._time - _WINDOW:
+            del self._recent[0]
+        self._hazards.count_log()
 
     def _learn(self) -> None:
-        self._hazards.count_log()
+        self._count_log()
         if not self._uncounted:
             if self._time < self._next_lesson:
                 return

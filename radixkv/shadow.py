@@ -1,8 +1,8 @@
-"""What least recently used would have hit, beside another order, and whether that order is worth its name. Knows no tree.
+"""What least recently used would have hit, beside another order, and whether to go by that order. Knows no tree.
 
 A request uses its whole path, so the blocks that it was the last to use are a suffix of that path. LRU keeps those of
-the latest requests whole, and of one more the head: a block's last use, and its place on that path, tell whether it would
-be there. No second cache is needed.
+the latest requests whole, and of one more the head: a block's last use, and its place on that path, tell whether it
+would be there. No second cache is needed.
 """
 
 
