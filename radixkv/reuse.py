@@ -1,10 +1,10 @@
 """The order "reuse": evict what is least likely to be used again per request that it would stay. Knows no tokens.
 
 Each block belongs to a class, by how often it was used and by how many new blocks the last request that used it
-brought. `radixkv.hazards` learns of each class how soon its blocks come back. What was evicted is remembered and goes on
-counting, so that what is learned does not depend on what was evicted. The leaf whose index is smallest goes; but unless
-that is much smaller than that of the least recently used one, that one goes. Where this order hits less than LRU would,
-LRU order is used for a while. See docs/policies.md.
+brought. `radixkv.hazards` learns of each class how soon its blocks come back. What was evicted is remembered and goes
+on counting, so that what is learned does not depend on what was evicted. The leaf whose index is smallest goes; but
+unless that is much smaller than that of the least recently used one, that one goes. Where this order hits less than
+LRU would, LRU order is used for a while. See docs/policies.md.
 """
 
 from array import array

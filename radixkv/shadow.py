@@ -7,14 +7,16 @@ would be there. No second cache is needed.
 
 
 class ShadowLRU:
-    """Exact where requests follow one another, else as if a request used its path when it ended. Not thread-safe."""
+    """Exact where requests follow one another, and compute nothing that is there already; else as if a request used its
+    path when it ended. Not thread-safe."""
 
-    __slots__ = ("_edge", "_lengths", "_num_after", "_num_last", "room")
+    __slots__ = ("_edge", "_end", "_lengths", "_num_after", "_num_last", "room")
 
     def __init__(self) -> None:
         self.room = 0
         """Blocks that it has."""
         self._edge = 0  # of the blocks that this request used last it keeps the head, of those after it all
+        self._end = 0  # where on the path of that request the head ends
         self._num_after = 0  # blocks last used after that
         self._num_last: dict[int, int] = {}  # request -> blocks that it was the last to use, from the edge on
         self._lengths: dict[int, int] = {}  # request -> blocks of its path
@@ -23,10 +25,7 @@ class ShadowLRU:
         """How many of `num` blocks, last used by request `use`, from block `start` of its path on, are there."""
         if use > self._edge:
             return num
-        if use < self._edge or use not in self._lengths:
-            return 0
-        first = self._lengths[use] - self._num_last[use]
-        return min(num, max(0, self.room - self._num_after - (start - first)))
+        return min(num, max(0, self._end - start)) if use == self._edge else 0
 
     def forget(self, use: int, num: int) -> None:
         """`num` blocks last used by request `use` are gone, or used again."""
@@ -44,7 +43,11 @@ class ShadowLRU:
             self._num_last.pop(self._edge, None)
             self._lengths.pop(self._edge, None)
             self._edge += 1
+            self._end = self._lengths.get(self._edge, 0)
             self._num_after -= self._num_last.get(self._edge, 0)
+        if self._edge in self._lengths:
+            first = self._lengths[self._edge] - self._num_last[self._edge]
+            self._end = min(self._end, first + self.room - self._num_after)
 
 
 _WINDOW = 1024  # lookups over which hits are averaged
