@@ -15,7 +15,7 @@ from radixkv.tokens import TOKEN_BYTES, common_units
 
 NO_GHOST = -1
 _SUM_BYTES = 4
-_NO_KEY: tuple[Place, bytes] = (), b""  # no namespace, no serial
+_SUM_BITS = 8 * _SUM_BYTES
 
 
 class Ghosts:
@@ -37,9 +37,13 @@ class Ghosts:
         self.num_blocks = 0
         self._order = Ring()
         self._unused = array("i")
-        self._keys: list[tuple[Place, bytes]] = []  # (place, sum of the first block)
+        # Ints and bytes in lists and dicts, so that garbage collections have nothing to walk
+        self._keys: list[int] = []  # the place << 32 | the sum of the first block
         self._sums: list[bytes] = []
-        self._numbers: dict[tuple[Place, bytes], int] = {}
+        self._numbers: dict[int, int] = {}  # key -> number
+        self._names: dict[Place, int] = {}  # of the namespaces that are places, below 0
+        self._named: dict[int, tuple[Place, int]] = {}  # the other way round, and how many runs continue it
+        self._last_name = 0
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -49,9 +53,13 @@ class Ghosts:
 
         All but the last agree as a whole. About 2 us where there are none, else as much again and 1 ns a token.
         """
-        numbers = self._numbers
-        ghost = numbers.get((place, self._sum(key, pos, pos + self._width)), NO_GHOST) if pos < end else NO_GHOST
+        numbers, ends = self._numbers, self.ends
         found: list[tuple[int, int]] = []
+        if pos >= end:
+            return found
+        ghost = numbers.get(
+            self._number_of(place) << _SUM_BITS | _int(self._sum(key, pos, pos + self._width)), NO_GHOST
+        )
         if ghost == NO_GHOST:
             return found
         sums, at = self._sum(key, pos, end), 0
@@ -62,12 +70,14 @@ class Ghosts:
                 break
             found.append((ghost, len(run) // _SUM_BYTES))
             at += len(run)
-            ghost = numbers.get((self.ends[ghost], sums[at : at + _SUM_BYTES]), NO_GHOST)
+            ghost = numbers.get(ends[ghost] << _SUM_BITS | _int(sums[at : at + _SUM_BYTES]), NO_GHOST)
+            if at == len(sums):
+                break
         return found
 
-    def continues(self, ghost: int, place: Place) -> bool:
-        """Whether `ghost` stands for a run that continues `place`."""
-        return self._keys[ghost][0] == place
+    def continues(self, ghost: int, serial: int) -> bool:
+        """Whether `ghost` stands for a run that continues the prefix of that serial."""
+        return self._keys[ghost] >> _SUM_BITS == serial
 
     def first(self) -> int:
         """What was evicted first; there must be one."""
@@ -84,7 +94,7 @@ class Ghosts:
             ghost = len(self.lengths)
             self.lengths.append(0)
             self.ends.append(0)
-            self._keys.append(_NO_KEY)
+            self._keys.append(0)
             self._sums.append(b"")
         self._order.add(ghost)
         self.ends[ghost] = end
@@ -94,44 +104,60 @@ class Ghosts:
     def extend_upwards(self, ghost: int, place: Place, run: "bytes | bytearray") -> None:
         """What stood before the run was evicted too."""
         sums = self._sum(run, 0, len(run)) + self._sums[ghost]
-        del self._numbers[self._keys[ghost]]
-        self.num_blocks -= self.lengths[ghost]
+        self._unset(ghost)
         self._set(ghost, place, sums)
 
     def cut(self, ghost: int, num: int, place: Place) -> None:
         """The first `num` blocks, not all, are cached again, up to `place`."""
-        del self._numbers[self._keys[ghost]]
-        self.num_blocks -= self.lengths[ghost]
+        self._unset(ghost)
         self._set(ghost, place, self._sums[ghost][num * _SUM_BYTES :])
 
     def remove(self, ghost: int) -> None:
         """Forget it, or it is cached again."""
-        del self._numbers[self._keys[ghost]]
-        self.num_blocks -= self.lengths[ghost]
-        self.lengths[ghost] = 0
-        self._keys[ghost], self._sums[ghost] = _NO_KEY, b""
+        self._unset(ghost)
+        self.lengths[ghost] = self._keys[ghost] = 0
+        self._sums[ghost] = b""
         self._order.discard(ghost)
         self._unused.append(ghost)
 
     def behind(self, places: "Iterable[Place]") -> list[int]:
         """All that continue one of `places`, or one another from there. O(all)."""
-        families: dict[Place, list[int]] = {}
-        for (place, _), ghost in self._numbers.items():
-            families.setdefault(place, []).append(ghost)
-        found = [ghost for place in places for ghost in families.get(place, ())]
+        families: dict[int, list[int]] = {}
+        for key, ghost in self._numbers.items():
+            families.setdefault(key >> _SUM_BITS, []).append(ghost)
+        found = [ghost for place in places for ghost in families.get(self._number_of(place), ())]
         for ghost in found:  # grows meanwhile
             found += families.get(self.ends[ghost], ())
         return found
 
+    def _number_of(self, place: Place) -> int:
+        """A serial, or the number of a namespace, 0 where nothing continues that."""
+        return place if type(place) is int else self._names.get(place, 0)
+
     def _set(self, ghost: int, place: Place, sums: bytes) -> None:
-        key = place, sums[:_SUM_BYTES]
+        number = self._number_of(place)
+        if not number:
+            self._last_name -= 1
+            number = self._names[place] = self._last_name
+        if number < 0:
+            self._named[number] = place, self._named.get(number, (place, 0))[1] + 1
+        key = number << _SUM_BITS | _int(sums[:_SUM_BYTES])
         if key in self._numbers:
             self.remove(self._numbers[key])
-        self._keys[ghost] = key
-        self._sums[ghost] = sums
-        self._numbers[key] = ghost
+        self._keys[ghost], self._sums[ghost], self._numbers[key] = key, sums, ghost
         self.lengths[ghost] = num = len(sums) // _SUM_BYTES
         self.num_blocks += num
+
+    def _unset(self, ghost: int) -> None:
+        key = self._keys[ghost]
+        del self._numbers[key]
+        self.num_blocks -= self.lengths[ghost]
+        if key < 0:
+            name, num = self._named.pop(key >> _SUM_BITS)
+            if num > 1:
+                self._named[key >> _SUM_BITS] = name, num - 1
+            else:
+                del self._names[name]
 
     def _sum(self, buffer: "bytes | bytearray", start: int, end: int) -> bytes:
         """Sums of whole blocks, 4 bytes each. About 2 us and 1 ns a token; a block of one token is its own sum."""
@@ -140,3 +166,7 @@ class Ghosts:
         tokens = self._frombuffer(buffer, "<u4", (end - start) // TOKEN_BYTES, start)
         sums: bytes = (tokens.reshape(-1, self._words) @ self._factors).tobytes()
         return sums
+
+
+def _int(sum_: bytes) -> int:
+    return int.from_bytes(sum_, "little")

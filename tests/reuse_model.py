@@ -1,7 +1,7 @@
 """The order "reuse" once more, block by block and as plainly as can be, to compare `radixkv.reuse` with.
 
 Nothing is fast; requests come one after the other. A block is its whole prefix, a tuple of ids; what is true of a block
-is an entry in a dict. Blocks that were always used together are a run, numbered, as a node of the tree or an evicted run.
+is an entry in a dict. Blocks that were always used together are a run, numbered: a node of the tree, or what was one.
 """
 
 from dataclasses import dataclass
