@@ -148,8 +148,8 @@ class Changes:
     def _drop(self, num_waiting: int) -> None:
         if not self._is_lost:
             logger.warning(
-                "KV events: batch %d is dropped, for %d bytes of changes wait to be sent, its own are %d, and the limit "
-                "is %d; all that is cached is sent later",
+                "KV events: batch %d is dropped, for %d bytes of changes wait to be sent, its own are %d, the limit is "
+                "%d; all that is cached is sent later",
                 self._next,
                 num_waiting,
                 self._open_bytes,

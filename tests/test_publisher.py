@@ -54,6 +54,7 @@ class Peers:
         while (frames := receive(dealer)) != [b"", *END]:
             assert frames.pop(0) == b""
             answers.append(frames)
+        dealer.close()
         return answers
 
 
