@@ -155,11 +155,12 @@ def main() -> None:
             f"{row.get('num_dropped', ''):>10}{row.get('received', ''):>10}"
         )
     rows["snapshot"] = row = snapshot(requests, arguments.blocks)
-    print(f"\nall of {row['blocks']:,} cached blocks in one message of {row['bytes']:,} bytes, ms of CPU:")
     print(
-        f"  for a replay {row['replay_ms']:.1f}; after a drop {row['read_ms']:.1f} to read the tree in the engine's thread,"
+        f"\nall of {row['blocks']:,} cached blocks in one message of {row['bytes']:,} bytes, ms of CPU:\n"
+        f"  for a replay {row['replay_ms']:.1f}\n"
+        f"  after a drop {row['read_ms']:.1f} to read the tree in the engine's thread,"
+        f" {row['first_ms']:.1f} to hash and encode it in the publisher's"
     )
-    print(f"  {row['first_ms']:.1f} to hash and encode it in the publisher's")
     finish({**facts, "rows": rows})
 
 
