@@ -15,7 +15,7 @@ LAYERS = [
     {"policy", "explanation", "record"},
     {"cache"},
 ]
-HEAVY = {"torch", "transformers", "hypothesis", "matplotlib", "zmq"}
+HEAVY = {"torch", "transformers", "hypothesis", "matplotlib", "zmq", "msgspec", "xxhash"}
 
 
 def imports(module: str) -> set[str]:
