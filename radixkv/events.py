@@ -1,7 +1,9 @@
-"""Tells routers what a cache holds, as KV events over ZeroMQ. Needs the extra `events`. See docs/events.md.
+"""Tells routers what a cache holds, as KV events over ZeroMQ.
 
-with ZmqPublisher("tcp://*:5557", replay_endpoint="tcp://*:5558") as publisher:
-    cache = PrefixCache(num_blocks, events=publisher)
+    with ZmqPublisher("tcp://*:5557", replay_endpoint="tcp://*:5558") as publisher:
+        cache = PrefixCache(num_blocks, events=publisher)
+
+Needs the extra `events`. The protocol, what is guaranteed and what it costs: docs/events.md.
 """
 
 import errno
@@ -70,7 +72,7 @@ class ZmqPublisher:
             raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {wire!r}")
         for name, number, low in (
             ("data_parallel_rank", data_parallel_rank, 0),
-            ("max_queue_bytes", max_queue_bytes, 1),
+            ("max_queue_bytes", max_queue_bytes, 4096),
             ("max_replay_bytes", max_replay_bytes, 0),
         ):
             if type(number) is not int:
