@@ -42,6 +42,9 @@ with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         while reads and socket.poll(0):
             socket.recv_multipart()
             num += 1
+    while reads and socket.poll(500):
+        socket.recv_multipart()
+        num += 1
     print(num)
 """
 

@@ -32,6 +32,7 @@ logger = logging.getLogger("radixkv.events")
 _END = b"", (-1).to_bytes(8, "big", signed=True), b""
 _MAX_BATCHES = 10_000  # that are kept for a replay
 _MAX_UNSENT = 1_000  # batches for a router that does not read, then it misses some
+_MAX_REQUEST_BYTES = 1024  # who sends more is disconnected
 _LINGER_MS = 200  # for what is unsent when it ends
 _PORT = re.compile(r"(tcp://.*:)(\d+)")
 
@@ -230,6 +231,7 @@ class ZmqPublisher:
         """A socket bound to the endpoint of this rank, and what that is."""
         bound = self._context.socket(kind)
         bound.set_hwm(max_unsent)
+        bound.set(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
         ranked = _ranked(endpoint, self._rank)
         try:
             bound.bind(ranked)

@@ -152,6 +152,7 @@ def test_a_request_that_is_no_number_is_answered_with_the_end(peers: Peers, capl
         for poison in ([b"", b"what was there?"], [b"", b""], [b"a", b"b", b"c"]):
             dealer.send_multipart(poison)
             assert receive(dealer)[-3:] == END
+        dealer.send_multipart([b"", bytes(1 << 20)])
         assert len(peers.replay(publisher, 0)) == 1
     assert caplog.text.count("must be a number of 8 bytes") == 3
 
