@@ -166,7 +166,7 @@ class EventLog:
     """The batches that were sent last, and all that can be matched after the last of them.
 
     Keeps the last `max_batches`, of `max_bytes` together, and for every block of the cache 20 bytes and its tokens, 4
-    bytes each; where it is in a namespace about 100 more. Not thread-safe.
+    bytes each; where it is in a namespace about 60 more. Not thread-safe.
     """
 
     def __init__(
