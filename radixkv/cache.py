@@ -407,18 +407,23 @@ class PrefixCache:
 
         In the policy's order, each leaf from its tail, so no block goes before what was built on it.
         """
-        return self._evict(_integer("num_blocks", num_blocks, 0, None)).tolist()
+        evicted = self._evict(_integer("num_blocks", num_blocks, 0, None)).tolist()
+        self._stats.evicted_by_call += len(evicted)
+        return evicted
 
     def reset(self) -> None:
         """Forget every prefix (new weights, say). Running requests go on, but nothing old and nothing that they commit
         from now on is matched; their blocks come back when they are freed. O(tree)."""
+        self._stats.forgotten_blocks += self._tree.num_blocks
         for name in self._tree.names():
             self._pool.give(self._tree.drop(name))
         self._tree.evicted.clear()
 
     def clear(self, namespace: Hashable) -> None:
         """As `reset`, for one namespace (an adapter was reloaded, say). O(its part of the tree)."""
+        num_cached = self._tree.num_blocks
         self._pool.give(self._tree.drop(typed_name(namespace)))
+        self._stats.forgotten_blocks += num_cached - self._tree.num_blocks
 
     def explain(self, tokens: Tokens, *, namespace: Hashable = None) -> Explanation:
         """Why the hit of `tokens` ends where it does. Changes nothing.
