@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import REGISTRY, Collector, CollectorRegistry
-from prometheus_client.utils import floatToGoString
+try:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import REGISTRY, Collector, CollectorRegistry
+    from prometheus_client.utils import floatToGoString
+except ModuleNotFoundError as error:
+    raise ImportError("prometheus_client is not installed: pip install 'radixkv[metrics]'", name=error.name) from None
 
 from radixkv.cache import PrefixCache
 from radixkv.observer import BOUNDS, DEFAULT_NAMESPACES, Histogram, Lookups, Observer
