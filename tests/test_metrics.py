@@ -1,6 +1,8 @@
 """What a scrape shows is what the cache did; who watches changes nothing of it."""
 
 import gc
+import json
+import re
 import sys
 import threading
 from bisect import bisect_left
@@ -487,3 +489,65 @@ def exposed():
         for family in text_string_to_metric_families(generate_latest(registry).decode())
         for sample in family.samples
     }
+
+
+def asked(text):
+    """(metric, labels) of what stands in PromQL."""
+    for metric, matchers in re.findall(r"\b(radixkv_\w+)\b(?:\{(.*?)\})?", text):
+        yield metric, set(re.findall(r"(\w+)=", matchers))
+
+
+def dashboard():
+    return json.loads((DOCS / "grafana.json").read_text())
+
+
+def test_the_dashboard_asks_for_what_is_exposed_and_for_all_of_it():
+    known = exposed()
+    queries = [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+    queries += [variable["query"]["query"] for variable in dashboard()["templating"]["list"][1:]]
+    used = set()
+    for query in queries:
+        assert "$name" in query or query == "label_values(radixkv_blocks, name)"
+        for metric, labels in asked(query):
+            assert metric in known, query
+            assert labels <= known[metric], query
+            used.add(metric)
+        for labels in re.findall(r"by \((.*?)\)", query):
+            assert all({*labels.split(", ")} <= known[metric] for metric, _ in asked(query)), query
+    unused = {"_block_size_tokens", "_lookups_total", "_namespace_lookups_total"}  # counts beside tokens
+    unused |= {"_resumed_lookup_tokens_total", "_resumed_hit_tokens_total"}
+    parts = {name for name in known if name.endswith(("_count", "_sum"))}
+    assert known.keys() - used - parts == {"radixkv" + name for name in unused}
+
+
+def test_the_dashboard_has_panels_that_do_not_overlap():
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+        assert {str(target["datasource"]["uid"]) for target in panel["targets"]} == {"${datasource}"}
+
+
+@pytest.mark.parametrize("page", ["alerts.yml", "metrics.md"])
+def test_alerts_and_the_page_name_what_is_exposed(page):
+    known = exposed()
+    known |= {re.sub("_(bucket|sum|count)$", "", name): {"name"} for name in known if name not in dict(asked("x"))}
+    text = (DOCS / page).read_text()
+    found = dict(asked(text))
+    assert found.keys() <= known.keys()
+    if page == "metrics.md":
+        assert {name for name in known if not name.endswith(("_bucket", "_sum", "_count"))} <= found.keys()
+        alerts = set(re.findall(r"alert: (\w+)", (DOCS / "alerts.yml").read_text()))
+        assert alerts == set(re.findall(r"`(Radixkv\w+)`", text))
+    else:
+        assert all(labels <= known[name] for name, labels in asked(text))
