@@ -7,15 +7,16 @@ are wrapped in that one cache.
 import random
 from array import array
 from bisect import bisect_left
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import wraps
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixkv.cache import PrefixCache, Request
+from radixkv.cache import Lookup, PrefixCache, Request
 from radixkv.explanation import Explanation
+from radixkv.tokens import TOKEN_BYTES
 from radixkv.tree import typed_name
 
 REASONS = ("cold", "capacity", "broken_prefix", "block_rounding", "last_token", "namespace")  # as `radixkv.explain`
@@ -58,7 +59,8 @@ class Lookups:
 class Observer:
     """Watches one cache from now on, as long as that lives. Not thread-safe, like the cache; reading is, see `metrics`.
 
-    Its clock ticks with every request that begins. A block's age is the ticks since a request that used it ended:
+    Its clock ticks with every request that begins. A block's age is the ticks since a request that used it ended, or
+    it was touched:
     `idle` has that of evicted blocks when they go, `reuse_gap` that of hit blocks when they are hit, 0 for blocks whose
     first request still runs. What was cached before has the age of the observer.
 
@@ -101,7 +103,7 @@ class Observer:
 
     def _wrap(self, cache: PrefixCache) -> None:
         allocate, free, evict = cache.allocate, cache.free, cache._evict
-        explain, reset, clear = cache.explain, cache.reset, cache.clear
+        explain, touch, reset, clear = cache.explain, cache.touch, cache.reset, cache.clear
         size, tree, pool = cache.block_size, cache._tree, cache._pool
 
         def observed_allocate(tokens: Any, **options: Any) -> Request:
@@ -110,12 +112,15 @@ class Observer:
                 self._tick += 1
                 return request
             namespace = options.get("namespace")
+            if namespace is None and tokens.__class__ is Lookup:
+                namespace = tokens.namespace
             self._left -= 1
             if self._left:
                 request = allocate(tokens, **options)
             else:
                 self._left = self._draw()
-                explanation = explain(tokens, namespace=namespace)
+                key = bytes(tokens._key) if tokens.__class__ is Lookup else tokens
+                explanation = explain(key, namespace=namespace)
                 request = allocate(tokens, **options)
                 self._count(request, explanation, size)
             self._tick += 1
@@ -137,6 +142,14 @@ class Observer:
             if request._duplicates:
                 blocks = tree.blocks_of(tree.path_to(request._node), 0)
             self._ages[np.frombuffer(blocks, np.int32)] = self._tick
+
+        def observed_touch(tokens: Any, **options: Any) -> int:
+            lookup = tokens if isinstance(tokens, Lookup) else cache.lookup(tokens, **options)
+            num_tokens = touch(lookup, **options)
+            if num_tokens:
+                path, _, part = tree.found(lookup._trail, num_tokens * TOKEN_BYTES)
+                self._ages[np.frombuffer(tree.blocks_of(path, part), np.int32)] = self._tick
+            return num_tokens
 
         def observed_evict(num: int) -> "array[int]":
             evicted = evict(num)
@@ -164,10 +177,16 @@ class Observer:
             clear(namespace)
             self._forget(pool.free_blocks())
 
-        for wrapper in (observed_allocate, observed_free, observed_evict, observed_reset, observed_clear):
-            name = wrapper.__name__.removeprefix("observed")
-            name = name if name == "_evict" else name[1:]  # what takes room inside calls passes by the private one
-            setattr(cache, name, wraps(getattr(type(cache), name))(wrapper))
+        wrappers: dict[str, Callable[..., Any]] = {
+            "allocate": observed_allocate,
+            "free": observed_free,
+            "touch": observed_touch,
+            "_evict": observed_evict,  # what needs room inside a call passes here
+            "reset": observed_reset,
+            "clear": observed_clear,
+        }
+        for name, wrapper in wrappers.items():
+            setattr(cache, name, wraps(getattr(cache, name))(wrapper))
 
     def _forget(self, blocks: "array[int]") -> None:
         """They are free, or will be without having been cached."""
