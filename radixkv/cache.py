@@ -235,6 +235,18 @@ class PrefixCache:
         check_range(key, hit * self._tree.width)
         return hit * self._block_size
 
+    def num_missing_blocks(self, tokens: Tokens | Lookup, *, namespace: Hashable = None) -> int:
+        """How many blocks `allocate` would need beyond those that are free or evictable: 0 where it fits now.
+
+        For schedulers that ask before they take. Changes nothing. Cost as `match`.
+        """
+        lookup = tokens if isinstance(tokens, Lookup) else self.lookup(tokens, namespace=namespace)
+        self._follow(lookup, namespace)
+        tree, size, num_tokens = self._tree, self._block_size, lookup.num_tokens
+        path, num_hit, part = tree.found(lookup._trail, (num_tokens - 1) // size * tree.width)
+        num_room = len(self._pool) + tree.num_evictable - tree.num_evictable_on(path, part)
+        return max(0, (num_tokens + size - 1) // size - num_hit - num_room)
+
     # The life of a request
 
     def allocate(
