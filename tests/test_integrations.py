@@ -236,3 +236,21 @@ def test_a_prompt_that_is_cached_whole_leaves_a_token_to_prefill() -> None:
         seq.num_scheduled_tokens = 8 - seq.num_cached_tokens
         manager.hash_blocks(seq)
         manager.deallocate(seq)
+
+
+def test_a_token_fits_where_something_can_be_evicted() -> None:
+    manager = BlockManager(2, 4)
+    first, second = Sequence([1] * 4, 1), Sequence([2] * 4, 2)
+    manager.allocate(first)
+    first.num_scheduled_tokens = 4
+    manager.hash_blocks(first)
+    manager.deallocate(first)
+    manager.allocate(second)
+    second.token_ids.append(3)
+    assert manager.can_append(second)
+    manager.may_append(second)
+    assert len(second.block_table) == 2
+    second.token_ids += [3] * 3
+    manager.may_append(second)
+    second.token_ids.append(3)
+    assert not manager.can_append(second)
