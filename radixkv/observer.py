@@ -40,11 +40,12 @@ class Histogram:
 
     def add_all(self, ages: NDArray[np.int64], weight: int = 1) -> None:
         """In runs of equal ages, for blocks that were let go together stand together."""
-        ends = [*(np.flatnonzero(np.diff(ages)) + 1).tolist(), len(ages)]
+        changes = (ages[1:] != ages[:-1]).nonzero()[0]
         start = 0
-        for end, age in zip(ends, ages[np.subtract(ends, 1)].tolist(), strict=True):
-            self.add(age, (end - start) * weight)
-            start = end
+        for last, age in zip(changes.tolist(), ages[changes].tolist(), strict=True):
+            self.add(age, (last + 1 - start) * weight)
+            start = last + 1
+        self.add(int(ages[-1]), (len(ages) - start) * weight)
 
 
 class Lookups:
@@ -141,20 +142,20 @@ class Observer:
                 return
             if request._duplicates:
                 blocks = tree.blocks_of(tree.path_to(request._node), 0)
-            self._ages[np.frombuffer(blocks, np.int32)] = self._tick
+            self._ages[_indices(blocks)] = self._tick
 
         def observed_touch(tokens: Any, **options: Any) -> int:
             lookup = tokens if isinstance(tokens, Lookup) else cache.lookup(tokens, **options)
             num_tokens = touch(lookup, **options)
             if num_tokens:
                 path, _, part = tree.found(lookup._trail, num_tokens * TOKEN_BYTES)
-                self._ages[np.frombuffer(tree.blocks_of(path, part), np.int32)] = self._tick
+                self._ages[_indices(tree.blocks_of(path, part))] = self._tick
             return num_tokens
 
         def observed_evict(num: int) -> "array[int]":
             evicted = evict(num)
             if len(evicted) > _FEW:
-                blocks = np.frombuffer(evicted, np.int32)
+                blocks = _indices(evicted)
                 self.idle.add_all(self._tick - self._ages[blocks])
                 self._ages[blocks] = 0
                 return evicted
@@ -190,7 +191,7 @@ class Observer:
 
     def _forget(self, blocks: "array[int]") -> None:
         """They are free, or will be without having been cached."""
-        self._ages[np.frombuffer(blocks, np.int32)] = 0
+        self._ages[_indices(blocks)] = 0
 
     def _count(self, request: Request, explanation: Explanation, size: int) -> None:
         """A sampled lookup that has just begun; `explanation` is from right before."""
@@ -198,7 +199,7 @@ class Observer:
             self.missed_tokens[reason] += tokens * self._sample
         num = request._num_cached // size
         if num:
-            last_use = self._ages[np.frombuffer(request._table, np.int32, num)]
+            last_use = self._ages[_indices(request._table[:num])]
             self.reuse_gap.add_all(np.where(last_use, self._tick - last_use, 0), self._sample)
 
     def _of(self, namespace: Hashable) -> Lookups:
@@ -209,6 +210,11 @@ class Observer:
                 return self.other_namespaces
             lookups = self.namespaces[key] = Lookups()
         return lookups
+
+
+def _indices(blocks: "array[int]") -> NDArray[np.intp]:
+    """Block ids as numpy wants them: converted once, they index twice as fast."""
+    return np.frombuffer(blocks, np.int32).astype(np.intp)
 
 
 def missed_tokens(explanation: Explanation, num_hit: int) -> dict[str, int]:
