@@ -609,6 +609,7 @@ class PrefixCache:
                 self._stats.failed_allocations += 1
                 raise OutOfBlocksError(num, len(self._pool), self._tree.num_evictable)
             self._evict(short)
+            self._stats.evicted_for_room += short
         return self._pool.take(num)
 
     def _evict(self, num: int) -> "array[int]":

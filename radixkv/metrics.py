@@ -45,8 +45,8 @@ class Metrics(Collector):
     """A collector of any number of caches, told apart by the label `name`. Make one a registry.
 
     A scrape reads the caches from its own thread, without a lock and without slowing them: each number is one that the
-    cache had during the scrape, counters never go back, and numbers of one cache belong together unless it changed
-    between all of ten readings. A cache that is gone leaves the scrape.
+    cache had during the scrape, counters never go back, and the counters of a cache, and its blocks, belong together
+    unless they changed between all of ten readings. A cache that is gone leaves the scrape.
     """
 
     def __init__(self, registry: CollectorRegistry | None = REGISTRY) -> None:
@@ -114,7 +114,7 @@ def _collect_caches(watched: Sequence[tuple[str, PrefixCache]]) -> Iterator[Metr
         stats = _steady(lambda cache=cache: cache.stats)  # type: ignore[misc]
         for field, counter in counters.items():
             counter.add_metric([name], getattr(stats, field))
-        evicted.add_metric([name, "capacity"], stats.evicted_blocks - stats.evicted_by_call)
+        evicted.add_metric([name, "capacity"], stats.evicted_for_room)
         evicted.add_metric([name, "call"], stats.evicted_by_call)
         evicted.add_metric([name, "reset"], stats.forgotten_blocks)
         for state, num in _steady(lambda cache=cache: _states(cache)).items():  # type: ignore[misc]

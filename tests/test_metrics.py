@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import subprocess
 import sys
 import threading
 from bisect import bisect_left
@@ -120,6 +121,7 @@ def test_evicted_blocks_are_told_apart_by_why_they_went(registry, metrics):
     run(cache, range(200, 208), namespace="adapter")
     evicted = lambda: of(scraped(registry), "radixkv_evicted_blocks_total")  # noqa: E731
     assert evicted() == {"capacity": 3, "call": 2, "reset": 0}
+    assert cache.stats.evicted_blocks == 5
     cache.clear("adapter")
     assert evicted() == {"capacity": 3, "call": 2, "reset": 2}
     held = cache.allocate(range(16))
@@ -128,6 +130,13 @@ def test_evicted_blocks_are_told_apart_by_why_they_went(registry, metrics):
     assert evicted() == {"capacity": 3, "call": 2, "reset": 2 + cached}
     cache.free(held)
     assert evicted() == {"capacity": 3, "call": 2, "reset": 2 + cached}
+
+
+def test_the_bench_says_what_it_measured():
+    command = [sys.executable, DOCS.parent / "bench" / "metrics.py", "--requests", "60", "--rounds", "1"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    row = json.loads(shown.splitlines()[-1])["rows"]["constant eviction, 512 tokens"]
+    assert row.keys() == {"off", "counters", "sample=1000", "sample=100", "sample=1", "scrape"}
 
 
 # Several caches
@@ -555,6 +564,7 @@ def test_scrapes_of_a_busy_cache_are_whole(registry, metrics):
         thread.start()
         for number in range(800):
             run(cache, [number % 7, *range(number % 60)], namespace=number)
+            cache.evict(number % 3)
     finally:
         done.set()
         thread.join()
