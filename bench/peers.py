@@ -468,7 +468,7 @@ def short(answer: Row, where: str = "") -> list[str]:
     at = f", {where}" if where else ""
     return [
         f"{answer['name']}{at}: measured on the first {len(answer['ns']):,} of {answer['num_requests']:,} only, "
-        "where its time budget ended; its ratio is over these"
+        "where its time budget ended; its ratio and its hit tokens are over these"
     ]
 
 
@@ -585,10 +585,10 @@ def plots(curves: dict[str, Any], folder: Path) -> list[str]:
             drawing = axis.bar(values.keys(), values.values(), color=[colors[manager] for manager in values])
             axis.bar_label(drawing, fmt="%.0f", fontsize=7)
             axis.set_yscale("log")
-            axis.set_ylim(bottom=1)
             axis.set_title(title, fontsize=9)
             axis.tick_params(axis="x", rotation=90)
         axes[0][0].set_ylabel("us of CPU a request")
+        axes[0][0].set_ylim(1, 3 * max(max(values.values()) for values in bars.values()))
         save("managers", figure)
     for name, label, unit in (("leaves", "cached leaves", "request"), ("session", "turn of one session", "turn")):
         if lines := curves.get(name):
@@ -601,7 +601,7 @@ def plots(curves: dict[str, Any], folder: Path) -> list[str]:
                 axis.set_xscale("log")
             axis.set(xlabel=label, ylabel=f"us of CPU a {unit}")
             axis.grid(alpha=0.3)
-            axis.legend(fontsize=8)
+            axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
             save(name, figure)
     return drawn
 
