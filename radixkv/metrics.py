@@ -80,6 +80,14 @@ class Metrics(Collector):
             observer = Observer(cache, sample=sample, max_namespaces=max_namespaces)
         self._watched[name] = weakref.ref(cache), observer
 
+    def unwatch(self, name: str = "default") -> None:
+        """Leave a cache out of every scrape from now on. Its observer goes with the cache.
+
+        Raises: ValueError for a name that is not watched.
+        """
+        if self._watched.pop(_label(name), None) is None:
+            raise ValueError(f"no cache with the name {name!r} is watched")
+
     def collect(self) -> Iterator[Metric]:
         """Every metric, of all caches that are watched and alive. O(caches x labels)."""
         watched = []
@@ -111,13 +119,13 @@ def _collect_caches(watched: Sequence[tuple[str, PrefixCache]]) -> Iterator[Metr
     size = GaugeMetricFamily("radixkv_block_size_tokens", "Tokens a block.", labels=["name"])
     running = GaugeMetricFamily("radixkv_running_requests", "Requests that began and were not freed.", labels=["name"])
     for name, cache in watched:
-        stats = _steady(lambda cache=cache: cache.stats)  # type: ignore[misc]
+        stats = _steady(lambda cache: cache.stats, cache)
         for field, counter in counters.items():
             counter.add_metric([name], getattr(stats, field))
         evicted.add_metric([name, "capacity"], stats.evicted_for_room)
         evicted.add_metric([name, "call"], stats.evicted_by_call)
         evicted.add_metric([name, "reset"], stats.forgotten_blocks)
-        for state, num in _steady(lambda cache=cache: _states(cache)).items():  # type: ignore[misc]
+        for state, num in _steady(_states, cache).items():
             blocks.add_metric([name, state], num)
         size.add_metric([name], cache.block_size)
         running.add_metric([name], len(cache._running))
@@ -159,11 +167,11 @@ def _collect_observers(watched: Sequence[tuple[str, Observer]]) -> Iterator[Metr
     yield from (missed, *(counter for _, counter in by_namespace), idle, gap)
 
 
-def _steady(read: Callable[[], _Read]) -> _Read:
+def _steady(read: Callable[[PrefixCache], _Read], cache: PrefixCache) -> _Read:
     """What `read` says twice in a row, so that its parts belong together; after ten tries what it said last."""
-    former = read()
+    former = read(cache)
     for _ in range(_TRIES):
-        latest = read()
+        latest = read(cache)
         if latest == former:
             break
         former = latest

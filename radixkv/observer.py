@@ -49,7 +49,7 @@ class Histogram:
 
 
 class Lookups:
-    """What one namespace asked for, and got."""
+    """What was asked for under one namespace, and found."""
 
     __slots__ = ("hit_tokens", "num", "prompt_tokens")
 
@@ -61,9 +61,8 @@ class Observer:
     """Watches one cache from now on, as long as that lives. Not thread-safe, like the cache; reading is, see `metrics`.
 
     Its clock ticks with every request that begins. A block's age is the ticks since a request that used it ended, or
-    it was touched:
-    `idle` has that of evicted blocks when they go, `reuse_gap` that of hit blocks when they are hit, 0 for blocks whose
-    first request still runs. What was cached before has the age of the observer.
+    since it was touched: `idle` has that of evicted blocks when they go, `reuse_gap` that of hit blocks when they are
+    hit, 0 for blocks whose first request still runs. What was cached before has the age of the observer.
 
     One lookup of `sample` on the average, drawn by a seed, is explained before it begins: its missed tokens by reason
     and the gaps of its hits count `sample` times, so that sums agree with those of `Stats` on the average, and exactly

@@ -156,6 +156,17 @@ def test_caches_are_told_apart_by_name_and_leave_when_they_are_gone(registry, me
     metrics.watch(PrefixCache(5), "b")
 
 
+def test_a_cache_can_be_left_out_and_another_take_its_name(registry, metrics):
+    cache = PrefixCache(10, SIZE)
+    metrics.watch(cache, sample=1)
+    metrics.unwatch()
+    assert scraped(registry) == {}
+    run(cache, range(8))  # still works
+    metrics.watch(PrefixCache(10, SIZE))
+    with pytest.raises(ValueError, match="no cache with the name 'other' is watched"):
+        metrics.unwatch("other")
+
+
 def test_a_registry_takes_the_metrics_once(registry, metrics):
     with pytest.raises(ValueError, match="radixkv_lookups"):
         Metrics(registry)
