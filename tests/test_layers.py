@@ -15,7 +15,7 @@ LAYERS = [
     {"policy", "explanation", "record"},
     {"cache"},
 ]
-HEAVY = {"torch", "transformers", "hypothesis", "matplotlib", "zmq", "msgspec", "xxhash"}
+HEAVY = {"torch", "transformers", "hypothesis", "matplotlib", "prometheus_client", "zmq", "msgspec", "xxhash"}
 
 
 def imports(module: str) -> set[str]:
