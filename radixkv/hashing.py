@@ -37,8 +37,8 @@ def block_hashes(tokens: bytes, block_size: int, *, parent: int | None = None, s
 def namespace_salt(namespace: Hashable) -> str | None:
     """What a namespace is called on the wire: a string is its own salt, None has none.
 
-    Other values are spelled out: `7` is "radixkv:7", `("lora", 7)` "radixkv:('lora', 7)". No two namespaces share a salt,
-    and it is the same in every process.
+    Other values are spelled out: `7` is "radixkv:7", `("lora", 7)` "radixkv:('lora', 7)". No two namespaces share a
+    salt, and it is the same in every process.
 
     Raises: TypeError for anything else, whose text might not be the same in another process; ValueError for an
     integer beyond 256 bits or tuples more than 16 deep.
