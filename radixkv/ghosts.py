@@ -11,7 +11,7 @@ from random import Random
 
 from radixkv.evicted import Place
 from radixkv.ring import Ring
-from radixkv.tokens import TOKEN_BYTES, common_units
+from radixkv.tokens import TOKEN_BYTES
 
 NO_GHOST = -1
 _SUM_BYTES = 4
@@ -53,26 +53,27 @@ class Ghosts:
 
         All but the last agree as a whole. About 2 us where there are none, else as much again and 1 ns a token.
         """
-        numbers, ends = self._numbers, self.ends
         found: list[tuple[int, int]] = []
         if pos >= end:
             return found
-        ghost = numbers.get(
-            self._number_of(place) << _SUM_BITS | _int(self._sum(key, pos, pos + self._width)), NO_GHOST
-        )
+        numbers, ends = self._numbers, self.ends
+        number = place if type(place) is int else self._names.get(place, 0)
+        first = self._sum(key, pos, pos + self._width)
+        ghost = numbers.get(number << _SUM_BITS | int.from_bytes(first, "little"), NO_GHOST)
         if ghost == NO_GHOST:
             return found
         sums, at = self._sum(key, pos, end), 0
         while ghost != NO_GHOST:
             run = self._sums[ghost]
             if not sums.startswith(run, at):
-                found.append((ghost, common_units(sums, at, bytearray(run), _SUM_BYTES)))
+                found.append((ghost, _num_common(sums[at : at + len(run)], run)))
                 break
             found.append((ghost, len(run) // _SUM_BYTES))
             at += len(run)
-            ghost = numbers.get(ends[ghost] << _SUM_BITS | _int(sums[at : at + _SUM_BYTES]), NO_GHOST)
             if at == len(sums):
                 break
+            first = sums[at : at + _SUM_BYTES]
+            ghost = numbers.get(ends[ghost] << _SUM_BITS | int.from_bytes(first, "little"), NO_GHOST)
         return found
 
     def continues(self, ghost: int, serial: int) -> bool:
@@ -135,18 +136,22 @@ class Ghosts:
         return place if type(place) is int else self._names.get(place, 0)
 
     def _set(self, ghost: int, place: Place, sums: bytes) -> None:
-        number = self._number_of(place)
-        if not number:
-            self._last_name -= 1
-            number = self._names[place] = self._last_name
-        if number < 0:
-            self._named[number] = place, self._named.get(number, (place, 0))[1] + 1
-        key = number << _SUM_BITS | _int(sums[:_SUM_BYTES])
+        number = place if type(place) is int else self._add_name(place)
+        key = number << _SUM_BITS | int.from_bytes(sums[:_SUM_BYTES], "little")
         if key in self._numbers:
             self.remove(self._numbers[key])
         self._keys[ghost], self._sums[ghost], self._numbers[key] = key, sums, ghost
         self.lengths[ghost] = num = len(sums) // _SUM_BYTES
         self.num_blocks += num
+
+    def _add_name(self, name: Place) -> int:
+        """The number of a namespace that one more run continues."""
+        number = self._names.get(name, 0)
+        if not number:
+            self._last_name -= 1
+            number = self._names[name] = self._last_name
+        self._named[number] = name, self._named.get(number, (name, 0))[1] + 1
+        return number
 
     def _unset(self, ghost: int) -> None:
         key = self._keys[ghost]
@@ -168,5 +173,10 @@ class Ghosts:
         return sums
 
 
-def _int(sum_: bytes) -> int:
-    return int.from_bytes(sum_, "little")
+def _num_common(sums: bytes, others: bytes) -> int:
+    """How many sums agree, from the first on."""
+    size = min(len(sums), len(others))
+    differ = int.from_bytes(sums[:size], "little") ^ int.from_bytes(others[:size], "little")
+    if not differ:
+        return size // _SUM_BYTES
+    return ((differ & -differ).bit_length() - 1) // _SUM_BITS

@@ -123,7 +123,11 @@ class Hazards:
         hazards = _fit(used, passed, by_uses[:, None], prior).reshape(NUM_CLASSES, NUM_BINS)
         unused = unused_share(hazards * widths)
         stays = (1 - unused) / hazards
-        self.index = [*map(gittins_index, unused.tolist(), stays.tolist())]
+        # what was never seen is like all with as many uses, so that fewer indices than classes are computed
+        keys = [row.tobytes() for row in unused]
+        rows = dict(zip(keys, zip(unused.tolist(), stays.tolist(), strict=True), strict=True))
+        index = {key: gittins_index(*columns) for key, columns in rows.items()}
+        self.index = [index[key] for key in keys]
         kept = 0.5 ** (elapsed / _HALF_LIFE)
         self._learned = used * kept, passed * kept
         self._num_blocks *= kept
