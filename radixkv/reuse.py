@@ -23,6 +23,7 @@ from radixkv.tree import BLOCK_BYTES, NO_NODE
 _MARGIN = 0.7  # LRU order is left only for a victim whose index is below this share of that of LRU's victim
 _MIN_REMEMBERED = 4096  # nodes that are remembered, cached or evicted, or so many times those that are cached:
 _REMEMBERED_PER_NODE = 4
+_SLACK = 64  # one part in so many may be too much for a while
 _MIN_BLOCKS = 1 << 20  # evicted blocks that are remembered, 4 bytes each, or so many times those of the cache:
 _BLOCKS_PER_BLOCK = 8
 _FIRST_LESSON = 32  # requests; the next one comes after an eighth more, but after at least and at most so many:
@@ -324,17 +325,21 @@ class Reuse(Memory):
     # Memory and lessons
 
     def _forget_first(self) -> None:
-        """Forget what was evicted first, where too much is remembered."""
+        """Forget what was evicted first where too much is remembered, many at once: that is cheaper."""
         ghosts, num_cached = self._ghosts, len(self._blocks)
-        surplus = len(ghosts) + num_cached - max(_MIN_REMEMBERED, _REMEMBERED_PER_NODE * num_cached)
-        max_blocks = max(_MIN_BLOCKS, _BLOCKS_PER_BLOCK * self._shadow.room)
-        while len(ghosts) and (surplus > 0 or ghosts.num_blocks > max_blocks):
+        most = max(_MIN_REMEMBERED, _REMEMBERED_PER_NODE * num_cached)
+        surplus = len(ghosts) + num_cached - most
+        if surplus > most // _SLACK:
+            for _ in range(min(surplus, len(ghosts))):
+                self._forget_ghost(ghosts.first())
+        most = max(_MIN_BLOCKS, _BLOCKS_PER_BLOCK * self._shadow.room)
+        while ghosts.num_blocks > most:
             self._forget_ghost(ghosts.first())
-            surplus -= 1
 
     def _forget_ghost(self, ghost: int) -> None:
-        self._pass(self._ghost_marks[ghost], self._ghosts.lengths[ghost] - self._ghost_asked[ghost])
-        self._ghosts.remove(ghost)
+        ghosts = self._ghosts
+        self._pass(self._ghost_marks[ghost], ghosts.lengths[ghost] - self._ghost_asked[ghost])
+        ghosts.remove(ghost)
 
     def _pass(self, mark: int, num: int) -> None:
         """`num` blocks will not be heard of again."""

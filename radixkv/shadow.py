@@ -45,9 +45,8 @@ class ShadowLRU:
             self._edge += 1
             self._end = self._lengths.get(self._edge, 0)
             self._num_after -= self._num_last.get(self._edge, 0)
-        if self._edge in self._lengths:
-            first = self._lengths[self._edge] - self._num_last[self._edge]
-            self._end = min(self._end, first + self.room - self._num_after)
+        length = self._lengths.get(self._edge, 0)
+        self._end = min(self._end, length - self._num_last.get(self._edge, 0) + self.room - self._num_after)
 
 
 _WINDOW = 1024  # lookups over which hits are averaged

@@ -184,7 +184,9 @@ class Model:
 
     def forget(self) -> None:
         num_cached = len({self.blocks[prefix].run for prefix in self.cached()})
-        while self.evicted and len(self.evicted) + num_cached > max(self.remembered, 4 * num_cached):
+        most = max(self.remembered, 4 * num_cached)
+        surplus = len(self.evicted) + num_cached - most
+        for _ in range(min(surplus, len(self.evicted)) if surplus > most // 64 else 0):
             run = self.evicted.pop(0)
             self.count_ages(run)
             for prefix in self.of_run(run):

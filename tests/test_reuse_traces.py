@@ -30,9 +30,7 @@ def reference() -> Any:
 @pytest.mark.parametrize(
     ("name", "capacity"),
     [
-        ("mooncake_conversation", 1000),
         ("mooncake_conversation", 5000),
-        ("mooncake_conversation", 30_000),
         ("mooncake_synthetic", 3000),
         ("coding_agents_merged60.blk64", 4000),
     ],
