@@ -35,7 +35,7 @@ def block_hashes(tokens: bytes, block_size: int, *, parent: int | None = None, s
 
 
 def namespace_salt(namespace: Hashable) -> str | None:
-    """What a namespace is called on the wire: a string is its own salt, None has none, the others a text of their own.
+    """What a namespace is called on the wire: a string is its own salt, None has none, others a text.
 
     `7` is "radixkv:7", `("lora", 7)` is "radixkv:('lora', 7)"; no two namespaces share a salt, and it is the same in
     every process.
@@ -45,7 +45,7 @@ def namespace_salt(namespace: Hashable) -> str | None:
     """
     if namespace is None:
         return None
-    if type(namespace) is str and not namespace.startswith(_MARK) and _is_utf8(namespace):
+    if type(namespace) is str and namespace and not namespace.startswith(_MARK) and _is_utf8(namespace):
         return namespace
     _check(namespace, namespace, 0)
     return f"{_MARK}{namespace!r}"

@@ -5,7 +5,7 @@ garbage collector looks at, so a full collection at a million leaves costs nothi
 """
 
 from array import array
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Protocol, TypeAlias
 
 from radixkv.evicted import EvictedPrefixes
@@ -14,6 +14,8 @@ from radixkv.tokens import TOKEN_BYTES, common_units
 BLOCK_BYTES = 4  # a block id, packed
 NO_NODE = -1
 Name: TypeAlias = Hashable  # a namespace as a typed value, see `typed_name`
+# Blocks of one path: namespace, the block that they continue (None at the start of a prompt), packed tokens, block ids.
+Run: TypeAlias = "tuple[Hashable, int | None, bytes, array[int]]"
 
 
 class Policy(Protocol):
@@ -104,6 +106,10 @@ class RadixTree:
     def root(self, name: Name) -> int:
         """The root of a namespace, NO_NODE where nothing is cached under it."""
         return self._roots.get(name, NO_NODE)
+
+    def name(self, root: int) -> Name:
+        """The namespace of a live root."""
+        return self._names[root]
 
     def is_live(self, root: int) -> bool:
         """Whether what is cached under `root` can be matched."""
@@ -340,6 +346,26 @@ class RadixTree:
     def names(self) -> list[Name]:
         """The namespaces under which something is cached or held."""
         return list(self._roots)
+
+    def runs(self, names: Iterable[Name]) -> Iterator[Run]:
+        """All that is cached under the namespaces, a run a node, parents before their children. O(their part)."""
+        for name in names:
+            namespace = shown_name(name)
+            for node in self._descendants(self._roots.get(name, NO_NODE)):
+                blocks = array("i", bytes(self._blocks[node]))
+                yield namespace, self.block_before(node, len(blocks)), bytes(self._edges[node]), blocks
+
+    def block_before(self, node: int, num: int) -> int | None:
+        """The block before the last `num` of `node`, maybe its parent's last; None at the start of a prompt."""
+        blocks = self._blocks[node]
+        end = len(blocks) - num * BLOCK_BYTES
+        if not end:
+            parent = self._parents[node]
+            if self._parents[parent] == NO_NODE:
+                return None
+            blocks = self._blocks[parent]
+            end = len(blocks)
+        return int.from_bytes(blocks[end - BLOCK_BYTES : end], "little")
 
     # What explains and proves
 
