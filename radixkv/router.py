@@ -4,7 +4,7 @@ Needs the extra `events`. Knows nothing of sockets (see `radixkv.subscriber`) an
 """
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from radixkv.hashing import namespace_salt
@@ -150,12 +150,12 @@ class PrefixIndex:
                 raise TypeError(f"event {number} must be one of radixkv.kv_events, got {event!r}")
         if sequence is not None and type(sequence) is not int:
             raise TypeError(f"sequence must be an int, got {sequence!r}")
-        if sequence is not None and sequence < 0:
-            raise ValueError(f"sequence must be at least 0, got {sequence}")
+        if sequence is not None and not 0 <= sequence < 2**63:
+            raise ValueError(f"sequence must be in [0, 2^63), got {sequence}")
         known = self._worker(worker)
         missed = range(0)
         if sequence is not None:
-            missed = self.missing(worker, sequence)
+            missed = range(0) if begins_anew(batch) else self.missing(worker, sequence)
             self._missed += len(missed)
             if known.last_sequence is not None and sequence <= known.last_sequence:
                 self._restarts += 1
@@ -373,6 +373,11 @@ class PrefixIndex:
             self._tree.let_go(self._tiers[medium], known.number, node, blocks)
 
 
+def begins_anew(events: Sequence[Event]) -> bool:
+    """Whether a batch begins with `AllBlocksCleared`: then nothing that was missed before it matters."""
+    return bool(events) and isinstance(events[0], AllBlocksCleared)
+
+
 def _num_fresh(hashes: list[int], places: dict[int, int]) -> int:
     """How many ids come before one that is known or repeated."""
     seen: set[int] = set()
@@ -390,7 +395,8 @@ def _salt(event: BlockStored) -> tuple[str | None, int]:
     """
     salt = event.cache_salt
     for number, keys in enumerate(event.extra_keys or ()):
-        rest = [key for key in keys or () if key != event.lora_name and key != salt]
+        several = keys if isinstance(keys, (list, tuple)) else () if keys is None else (keys,)
+        rest = [key for key in several if key != event.lora_name and key != salt]
         if rest and not number and event.parent_block_hash is None and salt is None and isinstance(rest[0], str):
             salt = rest.pop(0)
         if rest:

@@ -112,8 +112,9 @@ def test_namespaces_share_nothing_however_the_engine_sends_them() -> None:
     assert index.match([1, 2], namespace=7) == {}
 
 
-def test_a_block_that_holds_more_than_its_tokens_is_left_out() -> None:
-    index = index_of(a=[stored([1, 2, 3], None, [1, 2, 3, 4, 5, 6], extra_keys=[None, [["image", 0]], None])])
+@pytest.mark.parametrize("keys", [[["image", 0]], ["image"], "image", 5])
+def test_a_block_that_holds_more_than_its_tokens_is_left_out(keys: object) -> None:
+    index = index_of(a=[stored([1, 2, 3], None, [1, 2, 3, 4, 5, 6], extra_keys=[None, keys, None])])
     assert index.match([1, 2, 3, 4, 5, 6]) == {"a": 2}
     assert index.stats.skipped_blocks == {"extra_keys": 2}
 
@@ -184,7 +185,11 @@ def test_a_gap_is_told_before_and_after() -> None:
     assert index.apply("a", [], 4) == range(1, 4)
     assert index.apply("a", [], 5) == range(0)
     assert index.stats.missed_batches == 3
-    assert index.last_sequence("a") == 5
+    assert index.apply("a", [AllBlocksCleared()], 9) == range(0)  # what was missed does not matter
+    index.apply("a", [], 10)
+    index.apply("b", [], None)
+    assert index.stats.missed_batches == 3
+    assert index.last_sequence("a") == 10
     assert index.last_sequence("b") is None
 
 
@@ -223,8 +228,10 @@ def test_bad_arguments_are_named_and_apply_nothing() -> None:
         PrefixIndex(0)
     with pytest.raises(TypeError, match="max_blocks must be an int"):
         PrefixIndex(2, max_blocks=1.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="sequence must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="sequence must be in"):
         index.apply("a", [], -1)
+    with pytest.raises(ValueError, match="sequence must be in"):
+        index.apply("a", [], 2**63)
     with pytest.raises(TypeError, match="sequence must be an int, got '1'"):
         index.apply("a", [], "1")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="event 1 must be one of"):
