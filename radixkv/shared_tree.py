@@ -71,11 +71,10 @@ class SharedTree:
             for tier in tiers:
                 some |= tier.any_of.get(child, 0)
                 every |= tier.all_of.get(child, 0)
-            if not pos:
-                alive = some
-            if not is_whole:
-                every = 0
-            ending = alive & ~every
+            for worker in bits_of(alive & ~some):
+                found[worker] = pos // width
+            alive = alive & some if pos else some
+            ending = alive & ~every if is_whole else alive
             if ending:
                 num = (stop - pos) // width
                 if not is_whole:
@@ -89,8 +88,8 @@ class SharedTree:
                         continue  # in parts, each in another tier
                     found[worker] = pos // width + length
                     alive ^= 1 << worker
-                if not alive:
-                    break
+            if not alive:
+                break
             pos, node = stop, child
         for worker in bits_of(alive):
             found[worker] = pos // width
