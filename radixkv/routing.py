@@ -56,12 +56,14 @@ def replay_routed(
     num_workers: int,
     router: str = "prefix",
     progress: Progress | None = None,
+    **balance: float,
 ) -> RoutedRow:
     """Run all requests through `num_workers` fresh caches of `capacity` blocks each, sent to them by a router.
 
     "prefix" asks a `PrefixIndex` and a `Balancer`; "least-loaded" a balancer that knows of no cache; "round-robin"
     takes the workers in turn. A request ends before the next begins, and its events have arrived by then: so what
-    counts as load is what a worker was sent lately. What counts as a hit is what `radixkv.replay` says.
+    counts as load is what a worker was sent lately. What counts as a hit is what `radixkv.replay` says. `balance` are
+    settings of the balancer.
 
     Raises: ValueError for an unknown router or policy, a capacity or a number of workers below 1.
     """
@@ -71,10 +73,11 @@ def replay_routed(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     started = time.perf_counter()
+    balancer = Balancer(range(num_workers), **balance)
     routing = 0.0
     num_requests, prefill_tokens = [0] * num_workers, [0] * num_workers
     hit_blocks = access_blocks = hit_tokens = prompt_tokens = 0
-    for request, worker, hit, seconds in _routed(trace, capacity, policy, num_workers, router, progress):
+    for request, worker, hit, seconds in _routed(trace, capacity, policy, balancer, router, progress):
         num_tokens = request.num_prompt_tokens
         num_hit = min(hit * trace.block_size, num_tokens)
         routing += seconds
@@ -100,15 +103,19 @@ def replay_routed(
 
 
 def _routed(
-    trace: Trace, capacity: int | None, policy: str, num_workers: int, router: str, progress: Progress | None
+    trace: Trace,
+    capacity: int | None,
+    policy: str,
+    balancer: Balancer[int],
+    router: str,
+    progress: Progress | None,
 ) -> Iterator[tuple[IdRequest | TokenRequest, int, int, float]]:
     """Each request with its worker, its hit blocks, and what the router took."""
     size, num_blocks = block_tokens(trace), num_blocks_needed(trace, capacity)
-    workers = range(num_workers)
+    workers = balancer.workers
     recorders = [EventRecorder() for _ in workers]
     caches = [PrefixCache(num_blocks, size, policy=policy, events=recorder) for recorder in recorders]
     index = PrefixIndex(size, max_blocks=num_blocks)
-    balancer = Balancer(workers)
     scale = trace.block_size // size  # tokens that one of the cache's stands for
     requests: Sequence[IdRequest | TokenRequest] = trace.requests
     for number, request in enumerate(watched(requests, progress)):
@@ -119,7 +126,7 @@ def _routed(
         if router == "prefix":
             found = index.match(prompt, namespace=namespace)
             cached = {each: min(found[each] * scale, num_tokens) for each in workers if each in found}
-        worker = number % num_workers if router == "round-robin" else balancer.choose(num_tokens, cached)
+        worker = workers[number % len(workers)] if router == "round-robin" else balancer.choose(num_tokens, cached)
         num_prefill = num_tokens - cached.get(worker, 0)
         balancer.begin(worker, num_prefill)
         balancer.end(worker, num_prefill)
