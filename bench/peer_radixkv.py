@@ -52,11 +52,7 @@ class Manager:
 
     def step(self, requests: list[Request], tokens: list[int]) -> None:
         """One token more for each request; full blocks are published."""
-        append, commit, size = self.cache.append, self.cache.commit, self.size
-        for request, token in zip(requests, tokens, strict=True):
-            append(request, token)
-            if not request.num_tokens % size:
-                commit(request)
+        self.cache.decode(requests, tokens)
 
     def end(self, request: Request) -> None:
         self.cache.commit(request)
@@ -64,7 +60,7 @@ class Manager:
 
     def wait(self, tokens: tuple[object, object]) -> object:
         """Whatever may be kept of a request that waits."""
-        return tokens[0]
+        return self.cache.lookup(tokens[0])  # type: ignore[arg-type]
 
     def match(self, waiting: object) -> int:
         """How many tokens of it are cached now."""
@@ -81,4 +77,26 @@ class FromLists(Manager):
         return prompt.tolist(), output.tolist()
 
 
-MANAGERS = {"radixkv": Manager, "radixkv-lists": FromLists}
+class Session(Manager):
+    """The same for one session, whose lookup is kept from turn to turn."""
+
+    name = "radixkv, a lookup kept"
+
+    def __init__(self, num_blocks: int, block_size: int, max_tokens: int, max_running: int) -> None:
+        super().__init__(num_blocks, block_size, max_tokens, max_running)
+        self.lookup = self.cache.lookup(b"")
+        self.num_prepared = 0
+
+    def prepare(self, prompt: np.ndarray, output: np.ndarray) -> tuple[object, object]:
+        new = prompt[self.num_prepared :].tobytes()
+        self.num_prepared = len(prompt) + len(output)
+        return new, output.tobytes()
+
+    def serve(self, tokens: tuple[object, object]) -> int:
+        self.lookup.extend(tokens[0])  # type: ignore[arg-type]
+        num_hit = super().serve((self.lookup, tokens[1]))
+        self.lookup.extend(tokens[1])  # type: ignore[arg-type]
+        return num_hit
+
+
+MANAGERS = {"radixkv": Manager, "radixkv-lists": FromLists, "radixkv-lookup": Session}

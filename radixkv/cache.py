@@ -4,7 +4,7 @@ import operator
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +14,7 @@ from radixkv.policy import make_policy
 from radixkv.pool import BlockPool
 from radixkv.stats import Stats
 from radixkv.tokens import TOKEN_BYTES, Tokens, check_range, check_token, pack
-from radixkv.tree import NO_NODE, Policy, RadixTree, Run, shown_name, typed_name
+from radixkv.tree import NO_NODE, Policy, RadixTree, Run, Trail, shown_name, typed_name
 
 if TYPE_CHECKING:
     from radixkv.record import Recorder
@@ -60,6 +60,7 @@ class Request:
         "_generated",
         "_node",
         "_num_cached",
+        "_num_prompt",
         "_num_tokens",
         "_priority",
         "_prompt",
@@ -68,11 +69,13 @@ class Request:
         "_table",
     )
 
-    def __init__(self, cache: "PrefixCache", prompt: bytes, table: "array[int]", priority: int) -> None:
+    def __init__(
+        self, cache: "PrefixCache", prompt: bytes | bytearray, num_tokens: int, table: "array[int]", priority: int
+    ) -> None:
         self._cache: PrefixCache | None = cache  # None once freed
-        self._prompt = prompt
+        self._prompt = prompt  # a lookup's own, where it came from one, which may go on behind `_num_prompt`
         self._generated = array("i")
-        self._num_tokens = len(prompt) // TOKEN_BYTES
+        self._num_prompt = self._num_tokens = num_tokens
         self._num_cached = 0
         self._committed = 0
         self._published = 0
@@ -116,12 +119,46 @@ class Request:
 
     def _key(self, start: int, end: int) -> tuple[bytes, int]:
         """Packed tokens that include [start, end), and the byte at which `start` lies in them."""
-        split = len(self._prompt) // TOKEN_BYTES
-        if end <= split:
-            return self._prompt, start * TOKEN_BYTES
+        prompt, split = self._prompt, self._num_prompt
         if start >= split:
             return self._generated[start - split : end - split].tobytes(), 0
-        return self._prompt[start * TOKEN_BYTES :] + self._generated[: end - split].tobytes(), 0
+        if end <= split:
+            if prompt.__class__ is bytes:
+                return prompt, start * TOKEN_BYTES
+            return bytes(memoryview(prompt)[start * TOKEN_BYTES : end * TOKEN_BYTES]), 0
+        head = memoryview(prompt)[start * TOKEN_BYTES : split * TOKEN_BYTES]
+        return b"".join((head, self._generated[: end - split])), 0
+
+
+class Lookup:
+    """A prompt that is kept, and what of it matched: nothing is compared twice. Made by `PrefixCache.lookup`.
+
+    For requests that wait, which are matched in every step, and for chats that go on. Takes the place of tokens in
+    `match` and `allocate`, any number of times. Holds nothing: what matched may be evicted meanwhile.
+    """
+
+    __slots__ = ("_cache", "_key", "_name", "_trail", "namespace")
+
+    def __init__(self, cache: "PrefixCache", namespace: Hashable) -> None:
+        self.namespace = namespace
+        self._name = typed_name(namespace)
+        self._cache = cache
+        self._key = bytearray()
+        self._trail: Trail = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt so far."""
+        return len(self._key) // TOKEN_BYTES
+
+    def extend(self, tokens: Tokens) -> None:
+        """The prompt goes on with `tokens`. O(new tokens). Raises: ValueError and TypeError for bad tokens."""
+        packed = pack(tokens)
+        check_range(packed)
+        self._key += packed
+
+    def __repr__(self) -> str:
+        return f"Lookup(num_tokens={self.num_tokens})"
 
 
 class PrefixCache:
@@ -207,11 +244,21 @@ class PrefixCache:
         """A snapshot of the counters."""
         return replace(self._stats)
 
-    def match(self, tokens: Tokens, *, namespace: Hashable = None) -> int:
+    def lookup(self, tokens: Tokens, *, namespace: Hashable = None) -> Lookup:
+        """A prompt to match or allocate later and again: see `Lookup`. Matches nothing yet. O(tokens)."""
+        lookup = Lookup(self, namespace)
+        lookup.extend(tokens)
+        return lookup
+
+    def match(self, tokens: Tokens | Lookup, *, namespace: Hashable = None) -> int:
         """How many of `tokens` are cached, from position zero, in whole blocks. Changes nothing, not even recency.
 
-        O(tokens) as one memcmp a node, plus packing them (see `radixkv.tokens`).
+        O(tokens) as one memcmp a node, plus packing them (see `radixkv.tokens`). O(1) for a lookup where nothing
+        changed, else O(what was added to it, or cached or evicted where its match ended); its namespace is its own.
         """
+        if isinstance(tokens, Lookup):
+            self._follow(tokens, namespace)
+            return tokens._trail[-1][2] // TOKEN_BYTES if tokens._trail else 0
         key = pack(tokens)
         root = self._tree.root(typed_name(namespace))
         hit = self._tree.find(root, key, 0, len(key) - len(key) % self._tree.width)[1]
@@ -222,7 +269,7 @@ class PrefixCache:
 
     def allocate(
         self,
-        tokens: Tokens,
+        tokens: Tokens | Lookup,
         *,
         namespace: Hashable = None,
         priority: int = 0,
@@ -232,25 +279,31 @@ class PrefixCache:
     ) -> Request:
         """Begin a request: hold the longest cached prefix of `tokens` and take blocks for the rest, all or nothing.
 
+        A lookup goes on belonging to the caller, who may extend it; the request's tokens are those it has now.
         At least `min_prefill_tokens` are left to prefill (the last token's logits are needed). May evict anything that
         no running request holds; what was just matched is held first. `cacheable=False` neither matches nor publishes.
         `priority` matters to the policy of that name. `resumed` marks a preempted request that comes back, to be
-        counted apart. O(tokens) as memcmp, O(blocks) as memcpy, O(nodes on the path).
+        counted apart. O(tokens) as memcmp, O(blocks) as memcpy, O(nodes on the path); of a lookup, only tokens that
+        were not matched before.
 
         Raises: OutOfBlocksError when it does not fit now; ValueError for an empty prompt, one that can never fit, and
         for bad values, TypeError for bad types.
         """
-        key = pack(tokens)
+        lookup, key = None, b""
+        if isinstance(tokens, Lookup):
+            lookup = tokens
+            self._follow(lookup, namespace)
+        else:
+            key = pack(tokens)
+        prompt = lookup._key if lookup else key
+        num_tokens = len(prompt) // TOKEN_BYTES
         if type(priority) is not int or not -(2**63) < priority < 2**63:
             priority = _integer("priority", priority, -(2**63) + 1, 2**63 - 1)
         if type(min_prefill_tokens) is not int or min_prefill_tokens < 0:
             min_prefill_tokens = _integer("min_prefill_tokens", min_prefill_tokens, 0, None)
-        name = None
-        if namespace is not None:
-            name = typed_name(namespace)
-            if self._events is not None:
-                self._events.check_namespace(namespace)
-        num_tokens = len(key) // TOKEN_BYTES
+        name = lookup._name if lookup else None if namespace is None else typed_name(namespace)
+        if name is not None and self._events is not None:
+            self._events.check_namespace(shown_name(name))
         if not num_tokens:
             raise ValueError("a prompt must have at least 1 token, got 0")
         size = self._block_size
@@ -266,8 +319,9 @@ class PrefixCache:
         if cacheable:
             limit = (num_tokens - min_prefill_tokens) // size * tree.width
             root = tree.root(name)
-            path, num_hit, part = tree.find(root, key, 0, limit)
-        check_range(key, num_hit * tree.width)
+            path, num_hit, part = tree.found(lookup._trail, limit) if lookup else tree.find(root, key, 0, limit)
+        if not lookup:
+            check_range(key, num_hit * tree.width)
         num_needed -= num_hit
         num_short = num_needed - len(self._pool)
         if num_short > 0:
@@ -277,7 +331,7 @@ class PrefixCache:
                 raise OutOfBlocksError(num_needed, len(self._pool), num_evictable)
 
         table = tree.blocks_of(path, part)
-        request = Request(self, key, table, priority)
+        request = Request(self, prompt, num_tokens, table, priority)
         if cacheable:
             request._root, request._node = tree.hold(root, name, path, part)
         try:
@@ -298,6 +352,19 @@ class PrefixCache:
             stats.prompt_tokens += num_tokens
             stats.hit_tokens += num_hit * size
         return request
+
+    def touch(self, tokens: Tokens | Lookup, *, namespace: Hashable = None) -> int:
+        """Use what is cached of `tokens` once more, as a request that ends now: it is evicted later. Not counted.
+
+        For prompts that wait and will need it. Returns the number of tokens. Cost as `match`, and O(nodes).
+        """
+        lookup = tokens if isinstance(tokens, Lookup) else self.lookup(tokens, namespace=namespace)
+        num_tokens = self.match(lookup, namespace=namespace)
+        if num_tokens:
+            tree = self._tree
+            path, _, part = tree.found(lookup._trail, num_tokens * TOKEN_BYTES)
+            tree.release(tree.hold(tree.root(lookup._name), lookup._name, path, part)[1], -(2**63) + 1)
+        return num_tokens
 
     def commit(self, request: Request, num_tokens: int | None = None) -> range:
         """The KV of the request's first `num_tokens` (default: all) is written: others can match its whole blocks now.
@@ -376,6 +443,41 @@ class PrefixCache:
         request._generated.frombytes(packed)
         request._num_tokens = num_tokens
 
+    def decode(self, requests: Sequence[Request], tokens: Sequence[int]) -> list[Request]:
+        """One decode step: the KV of all tokens so far is written, and `tokens[i]` comes next in `requests[i]`.
+
+        As `commit` and `append` for each, all or nothing, and a third cheaper. Returns the requests whose block table
+        changed.
+
+        Raises: OutOfBlocksError; ValueError and TypeError for bad tokens and requests, and for one given twice.
+        """
+        if len(requests) != len(tokens):
+            raise ValueError(f"{len(requests)} requests, but {len(tokens)} tokens")
+        if requests and (set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) >= 2**31):
+            tokens = [check_token(token, position) for position, token in enumerate(tokens)]
+        size = self._block_size
+        due, changed = [], []
+        for request in requests:
+            if request.__class__ is not Request or request._cache is not self:
+                raise self._not_ours(request)
+            if request._num_tokens - request._published >= size:
+                due.append(request)
+            if not request._num_tokens % size:
+                changed.append(request)
+        if len(set(requests)) < len(requests):
+            raise ValueError("a request is given twice")
+        blocks = self._take(len(changed)) if changed else _NO_BLOCKS
+        grown = list(zip(changed, blocks, strict=True))
+        changed += [request for request in due if self.commit(request) and request._num_tokens % size]
+        for request, block in grown:
+            request._table.append(block)
+        for request, token in zip(requests, tokens, strict=True):
+            num_tokens = request._num_tokens
+            request._committed = num_tokens
+            request._num_tokens = num_tokens + 1
+            request._generated.append(token)
+        return changed
+
     def truncate(self, request: Request, num_tokens: int) -> None:
         """Drop the tokens from `num_tokens` on (rejected drafts, a stop string) and give back the blocks left empty.
 
@@ -384,10 +486,8 @@ class PrefixCache:
         if request.__class__ is not Request or request._cache is not self:
             raise self._not_ours(request)
         num_tokens = _integer("num_tokens", num_tokens, request._published, request._num_tokens)
-        split = len(request._prompt) // TOKEN_BYTES
-        if num_tokens < split:
-            request._prompt = request._prompt[: num_tokens * TOKEN_BYTES]
-        del request._generated[max(0, num_tokens - split) :]
+        request._num_prompt = min(request._num_prompt, num_tokens)
+        del request._generated[num_tokens - request._num_prompt :]
         keep = (num_tokens + self._block_size - 1) // self._block_size
         self._pool.give(request._table[keep:])
         del request._table[keep:]
@@ -409,7 +509,7 @@ class PrefixCache:
         table = request._table[:num_shared]
         if request._duplicates:  # those are the request's; the tree's hold the same
             table = self._tree.blocks_of(self._tree.path_to(request._node), 0)
-        fork = Request(self, request._prompt, table + copies, request._priority)
+        fork = Request(self, request._prompt, request._num_prompt, table + copies, request._priority)
         fork._generated = request._generated[:]
         fork._num_tokens = request._num_tokens
         fork._num_cached = fork._published = request._published
@@ -521,6 +621,15 @@ class PrefixCache:
         own = array("i", [block for block, cached in zip(table, shared, strict=False) if block != cached])
         assert own == request._duplicates, f"{request!r}: keeps {own} beside cached blocks, not {request._duplicates}"
         return own + table[len(shared) :]
+
+    def _follow(self, lookup: Lookup, namespace: Hashable) -> None:
+        """Bring a lookup up to date. Raises: ValueError where it is another cache's, or of another namespace."""
+        if lookup._cache is not self:
+            raise ValueError(f"{lookup!r} belongs to another cache")
+        if namespace is not None and typed_name(namespace) != lookup._name:
+            raise ValueError(f"{lookup!r} is of namespace {lookup.namespace!r}, not {namespace!r}")
+        end = len(lookup._key)
+        self._tree.follow(lookup._name, lookup._trail, lookup._key, end - end % self._tree.width)
 
     def _take(self, num: int) -> "array[int]":
         """Blocks from the pool, after evicting what is missing; nothing held goes. Raises: OutOfBlocksError."""

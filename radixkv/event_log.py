@@ -11,10 +11,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from radixkv.hashing import SEED, block_hashes, namespace_salt, salt_seed
 from radixkv.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Wire, encode
-from radixkv.tokens import TOKEN_BYTES
 from radixkv.tree import Run
 
 logger = logging.getLogger("radixkv.events")
@@ -148,8 +148,8 @@ class Changes:
     def _drop(self, num_waiting: int) -> None:
         if not self._is_lost:
             logger.warning(
-                "batch %d of KV events is dropped: %d bytes of changes wait to be sent, and %d more would be over the "
-                "limit of %d; all that is cached is sent once they are",
+                "KV events: batch %d is dropped, for %d bytes of changes wait to be sent, its own are %d, the limit is "
+                "%d; all that is cached is sent later",
                 self._next,
                 num_waiting,
                 self._open_bytes,
@@ -191,9 +191,9 @@ class EventLog:
         self._num_bytes = 0
         self._last: deque[tuple[int, bytes]] = deque()  # number, payload
         # by block id
-        self._order = array("Q", bytes(8 * num_blocks))  # when it was stored, 0: it is not
-        self._parents = array("i", bytes(4 * num_blocks))
-        self._tokens = bytearray(num_blocks * block_size * TOKEN_BYTES)
+        self._order = np.zeros(num_blocks, np.int64)  # when it was stored, 0: it is not
+        self._parents = np.zeros(num_blocks, np.int32)
+        self._tokens = np.zeros((num_blocks, block_size), np.int32)
         self._salts: dict[int, str] = {}
         self._num_stored = 0  # since the beginning
 
@@ -202,16 +202,17 @@ class EventLog:
         for change in changes:
             if change is None:
                 self._recorder.cleared()
-                self._order = array("Q", bytes(8 * len(self._order)))
+                self._order[:] = 0
                 self._salts.clear()
             elif isinstance(change, tuple):
                 self._recorder.stored(*change)
                 self._store(*change)
             else:
                 self._recorder.removed(change)
-                for block in change:
-                    self._order[block] = 0
-                    self._salts.pop(block, None)
+                self._order[change] = 0
+                if self._salts:
+                    for block in change:
+                        self._salts.pop(block, None)
         payload = self._encode(self._recorder.take())
         self._last.append((number, payload))
         self._num_bytes += len(payload)
@@ -237,41 +238,32 @@ class EventLog:
         return encode(EventBatch(time.time(), events, self._rank), self._wire)
 
     def _store(self, namespace: Hashable, parent: int | None, tokens: bytes, blocks: "array[int]") -> None:
+        self._order[blocks] = np.arange(self._num_stored + 1, self._num_stored + len(blocks) + 1)
+        self._num_stored += len(blocks)
+        self._parents[blocks[1:]] = blocks[:-1]
+        self._parents[blocks[0]] = _NO_BLOCK if parent is None else parent
+        self._tokens[blocks] = np.frombuffer(tokens, np.int32).reshape(len(blocks), self._block_size)
         salt = namespace_salt(namespace)
-        width = self._block_size * TOKEN_BYTES
-        above = _NO_BLOCK if parent is None else parent
-        for position, block in enumerate(blocks):
-            self._num_stored += 1
-            self._order[block] = self._num_stored
-            self._parents[block] = above
-            self._tokens[block * width : (block + 1) * width] = tokens[position * width : (position + 1) * width]
-            if salt is not None:
-                self._salts[block] = salt
-            above = block
+        if salt is not None:
+            self._salts.update(dict.fromkeys(blocks, salt))
 
     def _snapshot(self) -> Iterator[BlockStored]:
         """All that is stored, in the order in which it was, so that no block comes before the one that it continues."""
-        order = np.frombuffer(self._order, np.uint64)
-        stored = np.flatnonzero(order)
-        blocks = stored[np.argsort(order[stored])].tolist()
-        run: list[int] = []
-        for block in blocks:
-            if run and self._parents[block] != run[-1]:
+        stored = np.flatnonzero(self._order)
+        blocks = stored[np.argsort(self._order[stored])]
+        starts = np.flatnonzero(self._parents[blocks[1:]] != blocks[:-1]) + 1  # of blocks that continue another
+        for run in np.split(blocks, starts):
+            if len(run):
                 yield self._event(run)
-                run = []
-            run.append(block)
-        if run:
-            yield self._event(run)
 
-    def _event(self, run: list[int]) -> BlockStored:
-        hashes, width = self._recorder.hashes, self._block_size * TOKEN_BYTES
-        above = self._parents[run[0]]
-        tokens = b"".join([self._tokens[block * width : (block + 1) * width] for block in run])
+    def _event(self, run: "npt.NDArray[np.int64]") -> BlockStored:
+        hashes = self._recorder.hashes
+        above = int(self._parents[run[0]])
         return BlockStored(
-            [hashes[block] for block in run],
+            [hashes[block] for block in run.tolist()],
             None if above == _NO_BLOCK else hashes[above],
-            memoryview(tokens).cast("i").tolist(),
+            self._tokens[run].ravel().tolist(),
             self._block_size,
             medium=self._medium,
-            cache_salt=self._salts.get(run[0]),
+            cache_salt=self._salts.get(int(run[0])),
         )

@@ -89,7 +89,7 @@ def unpack_token(packed: bytes, position: int) -> int:
     return int(token)
 
 
-def common_units(key: bytes, pos: int, edge: bytearray, unit: int) -> int:
+def common_units(key: bytes | bytearray, pos: int, edge: bytearray, unit: int) -> int:
     """How many whole units of `unit` bytes `key` from byte `pos` on shares with the start of `edge`.
 
     Bisection with one memcmp a step: O(len(edge)) bytes compared, O(log) steps.

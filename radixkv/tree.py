@@ -16,6 +16,8 @@ NO_NODE = -1
 Name: TypeAlias = Hashable  # a namespace as a typed value, see `typed_name`
 # Blocks of one path: namespace, the block that they continue (None at the start of a prompt), packed tokens, block ids.
 Run: TypeAlias = "tuple[Hashable, int | None, bytes, array[int]]"
+# Where a prompt was matched before: its root and the nodes behind that, each with its id and the byte where it ends.
+Trail: TypeAlias = "list[tuple[int, int, int]]"
 
 
 class Policy(Protocol):
@@ -98,6 +100,7 @@ class RadixTree:
         self._parents = array("i")
         self._holds = array("i")
         self._serials = array("q")  # of the prefix that ends with the node
+        self._ids = array("q")  # of the node itself: new when it is made, and when its tail is evicted
         self._serial = 0
         self._unused = array("i")
 
@@ -140,6 +143,55 @@ class RadixTree:
             part = min(common_units(key, pos, edge, width), (end - pos) // width)
             return path, (pos - start) // width + part, part
         return path, (pos - start) // width, 0
+
+    def follow(self, name: Name, trail: Trail, key: bytearray, end: int) -> None:
+        """Bring `trail`, left by an earlier call for what `key` was then, up to date for `key[:end]`, whole blocks.
+
+        O(1) where nothing changed, else O(what is new, and the last node where it was split or lost its tail).
+        """
+        ids, parents, width = self._ids, self._parents, self.width
+        root = self.root(name)
+        if root == NO_NODE or not trail or trail[0] != (root, ids[root], 0):
+            trail.clear()
+            if root == NO_NODE:
+                return
+            trail.append((root, ids[root], 0))
+        while len(trail) > 1 and (ids[trail[-1][0]] != trail[-1][1] or parents[trail[-1][0]] != trail[-2][0]):
+            trail.pop()  # subtle: only the last can be gone or split alone; what is before a node stays while it does
+        node, node_id, pos = trail[-1]
+        if len(trail) > 1:  # the match may end inside, and a leaf may have grown
+            edge, start = self._edges[node], pos - trail[-2][2]
+            if start < len(edge):
+                if pos == end or not key.startswith(edge[start : start + width], pos):
+                    return
+                pos += min(common_units(key, pos, edge[start:], width), (end - pos) // width) * width
+                trail[-1] = node, node_id, pos
+                if pos - trail[-2][2] < len(edge):
+                    return
+        family = self._children.get(node)
+        if family is None or bytes(key[pos : min(end, pos + width)]) not in family:
+            return
+        path, _, part = self.find(node, bytes(memoryview(key)[pos:end]), 0, end - pos)
+        for child in path:
+            pos += len(self._edges[child])
+            trail.append((child, ids[child], pos))
+        if part:
+            child, node_id, pos = trail[-1]
+            trail[-1] = child, node_id, pos - len(self._edges[child]) + part * width
+
+    def found(self, trail: Trail, end: int) -> tuple[list[int], int, int]:
+        """What `find` from the root on returns for the first `end` bytes, of a trail that is up to date. O(depth)."""
+        end = min(end, trail[-1][2]) if trail else 0
+        if end <= 0:
+            return [], 0, 0
+        path = []
+        start = stop = 0
+        for node in self.path_to(trail[-1][0]):
+            path.append(node)
+            start, stop = stop, stop + len(self._edges[node])
+            if stop >= end:
+                break
+        return path, end // self.width, 0 if stop == end else (end - start) // self.width
 
     def blocks_of(self, path: list[int], part: int) -> "array[int]":
         """The block ids along `path`, of its last node the first `part` only if that is not 0."""
@@ -304,7 +356,7 @@ class RadixTree:
                 del edge[keep:]
                 del blocks[(have - take) * BLOCK_BYTES :]
                 end = self._serials[leaf]
-                self._serials[leaf] = self._next_serial()
+                self._serials[leaf] = self._ids[leaf] = self._next_serial()
                 self.evicted.record(self._serials[leaf], run, end)
                 break
             parent = self._parents[leaf]
@@ -500,7 +552,8 @@ class RadixTree:
             self._parents.append(parent)
             self._holds.append(0)
             self._serials.append(0)
-        self._serials[node] = self._next_serial()
+            self._ids.append(0)
+        self._serials[node] = self._ids[node] = self._next_serial()
         if self._usage is not None:
             self._usage.start(node)
         return node
