@@ -265,6 +265,18 @@ class PrefixCache:
         check_range(key, hit * self._tree.width)
         return hit * self._block_size
 
+    def num_missing_blocks(self, tokens: Tokens | Lookup, *, namespace: Hashable = None) -> int:
+        """How many blocks `allocate` would need beyond those that are free or evictable: 0 where it fits now.
+
+        For schedulers that ask before they take. Changes nothing. Cost as `match`.
+        """
+        lookup = tokens if isinstance(tokens, Lookup) else self.lookup(tokens, namespace=namespace)
+        self._follow(lookup, namespace)
+        tree, size, num_tokens = self._tree, self._block_size, lookup.num_tokens
+        path, num_hit, part = tree.found(lookup._trail, (num_tokens - 1) // size * tree.width)
+        num_room = len(self._pool) + tree.num_evictable - tree.num_evictable_on(path, part)
+        return max(0, (num_tokens + size - 1) // size - num_hit - num_room)
+
     # The life of a request
 
     def allocate(
@@ -546,11 +558,14 @@ class PrefixCache:
 
         In the policy's order, each leaf from its tail, so no block goes before what was built on it.
         """
-        return self._evict(_integer("num_blocks", num_blocks, 0, None)).tolist()
+        evicted = self._evict(_integer("num_blocks", num_blocks, 0, None)).tolist()
+        self._stats.evicted_by_call += len(evicted)
+        return evicted
 
     def reset(self) -> None:
         """Forget every prefix (new weights, say). Running requests go on, but nothing old and nothing that they commit
         from now on is matched; their blocks come back when they are freed. O(tree)."""
+        self._stats.forgotten_blocks += self._tree.num_blocks
         for name in self._tree.names():
             self._pool.give(self._tree.drop(name))
         self._tree.evicted.clear()
@@ -565,7 +580,9 @@ class PrefixCache:
             for _, _, _, blocks in self._tree.runs([name]):
                 gone += blocks
             gone.reverse()
+        num_cached = self._tree.num_blocks
         self._pool.give(self._tree.drop(name))
+        self._stats.forgotten_blocks += num_cached - self._tree.num_blocks
         if self._events is not None and gone:
             self._events.removed(gone)
 
@@ -639,6 +656,7 @@ class PrefixCache:
                 self._stats.failed_allocations += 1
                 raise OutOfBlocksError(num, len(self._pool), self._tree.num_evictable)
             self._evict(short)
+            self._stats.evicted_for_room += short
         return self._pool.take(num)
 
     def _evict(self, num: int) -> "array[int]":

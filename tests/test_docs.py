@@ -9,9 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("design", "engine", "integrations", "lab", "metrics", "router"))]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/engine.md", "docs/lab.md", "docs/router.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_examples_run_and_print_what_they_show(page: str) -> None:
     """A page's blocks run one after the other in one namespace; a `text` block right below is what one prints."""
     blocks = BLOCK.findall((ROOT / page).read_text())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv import OutOfBlocksError, PrefixCache
+from radixkv import OutOfBlocksError, PrefixCache, Request
 from radixkv.policy import POLICIES
 from radixkv.replay import replay
 from radixkv.trace import read_trace
@@ -278,3 +278,43 @@ def test_a_decode_step_without_room_or_of_wrong_requests_changes_nothing() -> No
     assert cache.num_cached_blocks == 0
     assert cache.decode([], []) == []
     cache.check()
+
+
+# Asking before taking
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_missing_is_what_allocate_would_lack(seed: int) -> None:
+    rng = random.Random(seed)
+    cache = PrefixCache(rng.randint(4, 20), block_size=rng.randint(1, 3))
+    running: list[Request] = []
+    refused = 0
+    for _ in range(200):
+        tokens = [rng.randrange(2) for _ in range(rng.randint(1, cache.num_blocks * cache.block_size))]
+        namespace = rng.choice([None, "a"])
+        before = repr(cache), cache.stats
+        missing = cache.num_missing_blocks(tokens, namespace=namespace)
+        lookup = cache.lookup(tokens, namespace=namespace)
+        assert cache.num_missing_blocks(lookup) == missing
+        assert (repr(cache), cache.stats) == before
+        try:
+            running.append(cache.allocate(lookup))
+        except OutOfBlocksError as error:
+            assert missing == error.needed - error.free - error.evictable > 0
+            refused += 1
+        else:
+            assert missing == 0
+            cache.commit(running[-1], rng.randint(0, len(tokens)))
+        if running and rng.random() < 0.6:
+            cache.free(running.pop(rng.randrange(len(running))))
+        cache.check()
+    assert 0 < refused < 200
+
+
+def test_what_can_never_fit_lacks_blocks_too() -> None:
+    cache = PrefixCache(4, block_size=2)
+    assert cache.num_missing_blocks(range(8)) == 0
+    assert cache.num_missing_blocks(range(20)) == 6
+    assert cache.num_missing_blocks(b"") == 0
+    with pytest.raises(ValueError, match="outside"):
+        cache.num_missing_blocks([-1])
