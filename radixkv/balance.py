@@ -4,6 +4,7 @@ import math
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Generic, TypeVar
 
+ROUTERS = ("prefix", "round-robin", "least-loaded")  # of a replay, see `radixkv.routing`
 Worker = TypeVar("Worker", bound=Hashable)
 
 

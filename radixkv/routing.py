@@ -7,14 +7,12 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from radixkv.balance import Balancer
+from radixkv.balance import ROUTERS, Balancer
 from radixkv.cache import PrefixCache
 from radixkv.events import EventRecorder
 from radixkv.replay import block_tokens, num_blocks_needed, packed_ids, serve, watched
 from radixkv.router import PrefixIndex
 from radixkv.trace import IdRequest, Progress, TokenRequest, Trace
-
-ROUTERS = ("prefix", "round-robin", "least-loaded")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from radixkv.balance import ROUTERS
 from radixkv.cache import PrefixCache
 from radixkv.errors import OutOfBlocksError
 from radixkv.events import EventRecorder
 from radixkv.replay import replay
 from radixkv.router import PrefixIndex
-from radixkv.routing import ROUTERS, replay_routed
+from radixkv.routing import replay_routed
 from radixkv.synthetic import synthetic_trace
 from radixkv.trace import IdRequest, IdTrace, TokenRequest, TokenTrace, read_trace
 
