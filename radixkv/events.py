@@ -13,11 +13,14 @@ from array import array
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 
-import zmq
+try:
+    import zmq
 
-from radixkv.event_log import Changes, EventLog, EventRecorder
-from radixkv.hashing import namespace_salt
-from radixkv.kv_events import WIRES, Wire
+    from radixkv.event_log import Changes, EventLog, EventRecorder
+    from radixkv.hashing import namespace_salt
+    from radixkv.kv_events import WIRES, Wire
+except ModuleNotFoundError as error:
+    raise ImportError(f"{error.name} is not installed: pip install 'radixkv[events]'", name=error.name) from None
 from radixkv.tree import Run
 
 __all__ = ["EventRecorder", "ZmqPublisher"]

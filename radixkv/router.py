@@ -110,7 +110,7 @@ class PrefixIndex:
         *,
         namespace: Hashable = None,
         lora: str | int | None = None,
-        media: Collection[str] | None = None,
+        media: str | Collection[str] | None = None,
     ) -> dict[Hashable, int]:
         """How many leading tokens of a prompt each worker has cached, in whole blocks; who has none is left out.
 
@@ -120,6 +120,7 @@ class PrefixIndex:
         and O(workers that have any of it).
         """
         key = pack(tokens)
+        media = (media,) if isinstance(media, str) else media
         tiers = [tier for medium, tier in self._tiers.items() if media is None or medium in media]
         found = self._tree.match((namespace_salt(namespace), lora), key, tiers)
         check_range(key, max(found.values(), default=0) * self._tree.width)

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from radixkv.tokens import common_units
 
 NO_NODE = -1
-MAX_RUN = 1 << 20  # blocks in a node, so that node and index fit one int
+MAX_RUN = 1 << 14  # blocks in a node, as its sets of blocks are ints; node and index fit one int
 
 
 class Tier:

@@ -4,6 +4,7 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -84,15 +85,17 @@ def test_a_branch_continues_the_block_where_it_left() -> None:
 
 
 @pytest.mark.parametrize("swap", [True, False], ids=["swap", "append-only"])
-def test_of_two_copies_one_is_told(swap: bool) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_of_two_copies_one_is_told(swap: bool, at_once: bool) -> None:
     """And what was built on the other continues the one that is cached."""
     heard = Heard()
     cache = PrefixCache(8, 2, swap_duplicates=swap, events=heard)
     first, second = cache.allocate([1, 2, 3, 4, 5, 6]), cache.allocate([1, 2, 3, 4, 7, 8])
     cache.commit(first, 4)
     assert heard.take() == [("stored", None, None, [1, 2, 3, 4], [0, 1])]
-    cache.commit(second, 4)
-    assert heard.take() == []
+    if not at_once:
+        cache.commit(second, 4)
+        assert heard.take() == []
     cache.commit(second)
     assert heard.take() == [("stored", None, 1, [7, 8], [5])]
     cache.free(first)
@@ -453,10 +456,13 @@ class StreamMachine(RuleBasedStateMachine):
 
     # the engine
 
-    @rule(requests=st.lists(st.tuples(PROMPTS, NAMESPACES, st.booleans()), min_size=1, max_size=5))
-    def serve(self, requests: list[tuple[tuple[int, ...], Hashable, bool]]) -> None:
-        """Requests one after the other; some go on running, as long as there is room."""
-        for prompt, namespace, runs_on in requests:
+    @rule(requests=st.lists(st.tuples(PROMPTS, NAMESPACES, st.booleans(), st.booleans()), min_size=1, max_size=5))
+    def serve(self, requests: list[tuple[tuple[int, ...], Hashable, bool, bool]]) -> None:
+        """Requests one after the other; some ask what the last did and more, some go on running while there is room."""
+        for prompt, namespace, goes_on, runs_on in requests:
+            if goes_on and self.prompts:
+                namespace, last = self.prompts[-1]
+                prompt = (*last, *prompt)[:16]
             self.prompts.append((namespace, prompt))
             try:
                 request = self.cache.allocate(prompt, namespace=namespace)
@@ -467,6 +473,14 @@ class StreamMachine(RuleBasedStateMachine):
             self.cache.commit(request, len(prompt) // 2 if runs_on else None)
             if not runs_on:
                 self.cache.free(self.running.pop())
+            self.go_on(flush=self.autoflush)
+
+    @precondition(lambda self: self.running)
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def decode(self, tokens: list[int]) -> None:
+        for token in tokens:
+            with suppress(OutOfBlocksError):
+                self.cache.decode(self.running, [token] * len(self.running))
             self.go_on(flush=self.autoflush)
 
     @precondition(lambda self: self.running)
@@ -535,4 +549,5 @@ class StreamMachine(RuleBasedStateMachine):
 
 
 TestStream = StreamMachine.TestCase
-TestStream.settings = settings(stateful_step_count=2 * settings().stateful_step_count)
+_quick = settings()
+TestStream.settings = settings(max_examples=2 * _quick.max_examples, stateful_step_count=2 * _quick.stateful_step_count)

@@ -247,6 +247,13 @@ def test_a_router_that_never_reads_misses_some_and_a_replay_has_all(peers: Peers
         assert num_blocks == cache.num_cached_blocks == 64
 
 
+@pytest.mark.parametrize("missing", ["zmq", "msgspec", "xxhash"])
+def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; import radixkv, radixkv.events"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"ImportError: {missing} is not installed: pip install 'radixkv[events]'" in ran.stderr
+
+
 def test_a_program_that_never_closes_ends() -> None:
     code = (
         "from radixkv import PrefixCache\n"

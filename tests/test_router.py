@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from radixkv.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, decode, encode
 from radixkv.router import PrefixIndex
+from radixkv.shared_tree import MAX_RUN
 
 Path = tuple[tuple[int, ...], ...]  # the tokens of blocks from the first on
 
@@ -81,7 +82,7 @@ def test_a_prefix_may_lie_in_several_media() -> None:
     )
     prompt = [1, 2, 3, 4, 5, 6]
     assert index.match(prompt) == {"a": 6}
-    assert index.match(prompt, media=["GPU"]) == {"a": 2}
+    assert index.match(prompt, media=["GPU"]) == index.match(prompt, media="GPU") == {"a": 2}
     assert index.match(prompt, media=["CPU"]) == index.match(prompt, media=["DISK"]) == {}
     assert index.num_blocks("a") == 3
     index.apply("a", [stored([4], 3, [7, 8], medium="GPU")])  # its parent is in another medium
@@ -271,17 +272,20 @@ def test_media_are_bounded() -> None:
     assert index.stats.skipped_blocks == {"medium": 4}
 
 
-def test_a_million_tokens_of_one_prefix() -> None:
-    """More blocks of one token than a node has room for, in one event and then in small ones."""
-    index = PrefixIndex(1, max_blocks=1 << 21)
-    num = (1 << 20) + 10
+def test_more_blocks_than_a_node_has_room_for() -> None:
+    """In one event, and then in small ones."""
+    index = PrefixIndex(1)
+    num = 2 * MAX_RUN + 10
     ids, tokens = list(range(num)), np.arange(num + 10, dtype=np.int32)
     index.apply("a", [stored(ids, None, tokens[:num].tolist(), 1)])
     for number in range(num, num + 10):
         index.apply("a", [stored([number], number - 1, [number], 1)])
     assert index.match(tokens) == {"a": num + 10}
-    index.apply("a", [BlockRemoved([1 << 20])])
-    assert index.match(tokens) == {"a": 1 << 20}
+    index.apply("b", [stored(ids[: MAX_RUN + 3], None, tokens[: MAX_RUN + 3].tolist(), 1)])
+    assert index.match(tokens) == {"a": num + 10, "b": MAX_RUN + 3}
+    index.apply("a", [BlockRemoved([MAX_RUN])])
+    assert index.match(tokens) == {"a": MAX_RUN, "b": MAX_RUN + 3}
+    index.check()
 
 
 def test_a_garbage_collection_walks_no_block() -> None:
