@@ -7,8 +7,11 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from radixkv.hashing import namespace_salt
-from radixkv.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+try:
+    from radixkv.hashing import namespace_salt
+    from radixkv.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+except ModuleNotFoundError as error:
+    raise ImportError(f"{error.name} is not installed: pip install 'radixkv[events]'", name=error.name) from None
 from radixkv.shared_tree import MAX_RUN, SharedTree, Tier, bits_of
 from radixkv.tokens import TOKEN_BYTES, Tokens, check_range, pack
 
@@ -233,14 +236,14 @@ class PrefixIndex:
             self._skipped[reason] += num_blocks
 
     def _store(self, known: _Worker, event: BlockStored) -> None:
-        hashes = event.block_hashes
+        hashes, medium = event.block_hashes, event.medium or DEFAULT_MEDIUM
         num = len(hashes)
-        tier = self._tier(event.medium or DEFAULT_MEDIUM)
+        tier = self._tier(medium)
         if tier is None:
             return self._skip("medium", num)
         if event.group_idx:
             return self._skip("group", num)
-        places = known.places.setdefault(event.medium or DEFAULT_MEDIUM, {})
+        places = known.places.setdefault(medium, {})
         if not event.token_ids:
             return self._copy(known, tier, places, hashes)
         if event.block_size != self._block_size:
@@ -257,6 +260,7 @@ class PrefixIndex:
         room = self._max_blocks - known.num_blocks
         self._skip("full", plain - room)
         hashes = hashes[: min(plain, room)]
+        key = key[: len(hashes) * self._tree.width]
         if event.parent_block_hash is None:
             lora = event.lora_name if event.lora_name is not None else event.lora_id
             root = self._tree.root((salt, lora))

@@ -12,10 +12,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
+try:
+    import zmq
+    from zmq.utils.monitor import recv_monitor_message
 
-from radixkv.kv_events import EventBatch, decode
+    from radixkv.kv_events import EventBatch, decode
+except ModuleNotFoundError as error:
+    raise ImportError(f"{error.name} is not installed: pip install 'radixkv[events]'", name=error.name) from None
 from radixkv.router import PrefixIndex, begins_anew
 
 logger = logging.getLogger("radixkv.subscriber")

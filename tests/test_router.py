@@ -1,13 +1,15 @@
 """The index of many workers' caches: exact with its events, whatever they hold, and bounded."""
 
 import gc
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -242,6 +244,13 @@ def test_bad_arguments_are_named_and_apply_nothing() -> None:
     assert (index.workers, index.num_distinct_blocks) == ([], 0)
 
 
+@pytest.mark.parametrize("module", ["router", "subscriber", "routing"])
+def test_without_the_extra_its_name_is_told(module: str) -> None:
+    code = f"import sys; sys.modules['msgspec'] = None; import radixkv.{module}"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: msgspec is not installed: pip install 'radixkv[events]'" in ran.stderr
+
+
 def test_the_number_of_blocks_is_bounded() -> None:
     index = PrefixIndex(2, max_blocks=3)
     index.apply("a", [stored([1, 2, 3, 4], None, range(8)), stored([5], 4, [8, 9]), stored([6], None, [9, 9])])
@@ -252,6 +261,15 @@ def test_the_number_of_blocks_is_bounded() -> None:
     assert index.stats.skipped_blocks == {"full": 3}
     index.apply("a", [BlockRemoved([3]), stored([7], None, [9, 9])])
     assert index.match([9, 9]) == {"a": 2}
+
+
+def test_what_others_hold_is_bounded_too() -> None:
+    index = PrefixIndex(2, max_blocks=3)
+    index.apply("b", [stored([1, 2, 3], None, range(6))])
+    index.apply("a", [stored([7, 8], None, [9, 9, 9, 9]), stored([1, 2, 3], None, range(6))])
+    index.check()
+    assert index.match(range(6)) == {"a": 2, "b": 6}
+    assert index.stats.skipped_blocks == {"full": 2}
 
 
 def test_the_tokens_of_holes_are_bounded_too() -> None:
@@ -312,6 +330,53 @@ def test_memory_is_given_back() -> None:
     finally:
         tracemalloc.stop()
     assert index.num_distinct_blocks == 0
+
+
+IDS = st.integers(0, 5)
+MEDIUM = st.sampled_from([None, "GPU", "CPU"])
+GROUP = st.sampled_from([None, None, 0, 1])
+KEYS = st.lists(st.sampled_from([None, [], ["x"], [["image", 0]], "x", 5]), max_size=4)
+ANY_EVENT = st.one_of(
+    st.builds(
+        lambda hashes, surplus, tokens, **fields: BlockStored(
+            hashes, token_ids=tokens[: 2 * len(hashes) + surplus], **fields
+        ),
+        hashes=st.lists(IDS, max_size=4),
+        surplus=st.sampled_from([0, 0, 0, -1, 1]),
+        tokens=st.one_of(st.lists(st.integers(0, 1), min_size=9, max_size=9), st.lists(st.integers(-1, 1), max_size=9)),
+        parent_block_hash=st.none() | IDS,
+        block_size=st.sampled_from([2, 2, 2, 0, 1]),
+        lora_id=st.sampled_from([None, None, 1]),
+        medium=MEDIUM,
+        lora_name=st.sampled_from([None, None, "x"]),
+        extra_keys=st.none() | KEYS,
+        group_idx=GROUP,
+        cache_salt=st.sampled_from([None, None, "x"]),
+    ),
+    st.builds(BlockRemoved, st.lists(IDS, max_size=4), MEDIUM, GROUP),
+    st.builds(AllBlocksCleared),
+)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.lists(ANY_EVENT, max_size=3), st.none() | st.integers(0, 3)), max_size=8
+    ),
+    st.integers(1, 8),
+)
+def test_whatever_a_worker_sends_the_index_stays_whole(
+    batches: list[tuple[str, list[Event], int | None]], max_blocks: int
+) -> None:
+    index = PrefixIndex(2, max_blocks=max_blocks)
+    for worker, events, number in batches:
+        index.apply(worker, events, number)
+        index.check()
+        assert index.num_blocks(worker) <= max_blocks
+        assert index.num_distinct_blocks <= max_blocks * len(index.workers)
+        for event in events:
+            if isinstance(event, BlockStored) and min(event.token_ids, default=0) >= 0:
+                index.match(event.token_ids, namespace=event.cache_salt)
 
 
 SIZE = 2
