@@ -79,6 +79,16 @@ def test_sessions_stay_where_they_are() -> None:
     assert row.imbalance == 32 / 24
 
 
+def test_a_shared_system_prompt_makes_no_hot_spot() -> None:
+    """One request after the other, so that nothing is ever in flight: every worker computes the prompt once."""
+    system = packed(*range(640))
+    requests = [TokenRequest(0.0, system + packed(*([1000 + number] * 64)), b"") for number in range(2_000)]
+    trace = TokenTrace("made", requests, block_size=16, num_blocks=40 + 4 * 2_000)
+    row = replay_routed(trace, None, num_workers=4)
+    assert row.hit_tokens == (2_000 - 4) * 640
+    assert max(row.num_requests) < 600
+
+
 def test_round_robin_scatters_them() -> None:
     row = replay_routed(sessions(num=3, turns=4), None, num_workers=2, router="round-robin")
     assert row.num_requests == (6, 6)
