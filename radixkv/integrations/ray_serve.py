@@ -118,19 +118,18 @@ class PrefixRouter(RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         expected = self._expected.pop(id(pending_request), None)
+        if expected is not None and expected[0] != replica_id:
+            self._balancer.end(*expected)
+            expected = None
         if replica_id not in self._balancer.workers:
             return  # it is gone already
-        if expected is not None and expected[0] == replica_id:
-            num_prefill = expected[1]
-        else:
-            if expected is not None:
-                self._balancer.end(*expected)
+        if expected is None:
             prompt, cached = self._match(pending_request)
-            num_prefill = 0 if prompt is None else prompt.num_tokens - cached.get(replica_id, 0)
-            self._balancer.begin(replica_id, num_prefill)
+            expected = replica_id, 0 if prompt is None else prompt.num_tokens - cached.get(replica_id, 0)
+            self._balancer.begin(*expected)
         # an id is shared by the calls that one call made
         key = replica_id, pending_request.metadata.internal_request_id
-        self._running.setdefault(key, []).append(num_prefill)
+        self._running.setdefault(key, []).append(expected[1])
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         key = replica_id, internal_request_id
