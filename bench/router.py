@@ -128,7 +128,7 @@ def main() -> None:
                 cells = [f"{result['times'][name]:.2f}" if name in result["times"] else "" for name in COLUMNS]
                 padded = [cell.rjust(width) for cell, width in zip(cells, (6, 5, 6, 11, 13), strict=True)]
                 size = f"{result['bytes'] / num_held:.0f}"
-                print(f"| {num_workers:7} | {who} | {' | '.join(padded)} | {size:>25} |", flush=True)
+                print(f"| {num_workers:7} | {who:7} | {' | '.join(padded)} | {size:>25} |", flush=True)
                 rows.append({"workers": num_workers, "index": who, "blocks": num_held, **result})
             assert len(set(found)) == 1, "they do not find the same"
     finish({"card": facts, "rows": rows})
