@@ -12,6 +12,7 @@ import argparse
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,9 @@ with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         while reads and socket.poll(0):
             socket.recv_multipart()
             num += 1
+    while reads and socket.poll(500):
+        socket.recv_multipart()
+        num += 1
     print(num)
 """
 
@@ -111,7 +115,10 @@ def snapshot(requests: Requests, num_blocks: int) -> dict[str, float]:
 
     cache = PrefixCache(num_blocks, BLOCK_SIZE, events=Sink())
     serve(cache, requests, 0, None)
+    tracemalloc.start()
     log = EventLog(num_blocks, BLOCK_SIZE)
+    num_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
     start = time.process_time()
     runs = [None, *heard[0]()]
     read = time.process_time()
@@ -121,6 +128,7 @@ def snapshot(requests: Requests, num_blocks: int) -> dict[str, float]:
     made = time.process_time()
     return {
         "blocks": cache.num_cached_blocks,
+        "bytes_per_block": num_bytes / num_blocks,
         "read_ms": (read - start) * 1e3,
         "first_ms": (written - read) * 1e3,
         "replay_ms": (made - written) * 1e3,
@@ -143,7 +151,10 @@ def main() -> None:
         wait=f"{arguments.wait_ms} ms before each request",
     )
     requests = list(conversation(arguments.requests))
-    serve(PrefixCache(arguments.blocks, BLOCK_SIZE), requests, 0, None)  # the machine is warm
+    warm = PrefixCache(arguments.blocks, BLOCK_SIZE)
+    serve(warm, requests, 0, None)
+    num_new = warm.stats.prompt_tokens - warm.stats.hit_tokens + sum(len(output) // 4 for _, output in requests)
+    print(f"{num_new / len(requests) / BLOCK_SIZE:.0f} blocks a request are new\n")
     print(f"{'us a request':<34}{'engine CPU':>12}{'':>9}{'wall':>9}{'':>9}{'process CPU':>13}{'batches':>10}")
     print(f"{'':<34}{'mean':>12}{'P99':>9}{'median':>9}{'P99':>9}{'over off':>13}{'dropped':>10}{'received':>10}")
     rows: dict[str, Any] = {}
@@ -159,7 +170,8 @@ def main() -> None:
         f"\nall of {row['blocks']:,} cached blocks in one message of {row['bytes']:,} bytes, ms of CPU:\n"
         f"  for a replay {row['replay_ms']:.1f}\n"
         f"  after a drop {row['read_ms']:.1f} to read the tree in the engine's thread,"
-        f" {row['first_ms']:.1f} to hash and encode it in the publisher's"
+        f" {row['first_ms']:.1f} to hash and encode it in the publisher's\n"
+        f"memory of the log: {row['bytes_per_block']:.1f} bytes a block, beside the batches that it keeps"
     )
     finish({**facts, "rows": rows})
 

@@ -1,7 +1,9 @@
-"""Tells routers what a cache holds, as KV events over ZeroMQ. Needs the extra `events`. See docs/events.md.
+"""Tells routers what a cache holds, as KV events over ZeroMQ.
 
-with ZmqPublisher("tcp://*:5557", replay_endpoint="tcp://*:5558") as publisher:
-    cache = PrefixCache(num_blocks, events=publisher)
+    with ZmqPublisher("tcp://*:5557", replay_endpoint="tcp://*:5558") as publisher:
+        cache = PrefixCache(num_blocks, events=publisher)
+
+Needs the extra `events`. The protocol, what is guaranteed and what it costs: docs/events.md.
 """
 
 import errno
@@ -30,6 +32,7 @@ logger = logging.getLogger("radixkv.events")
 _END = b"", (-1).to_bytes(8, "big", signed=True), b""
 _MAX_BATCHES = 10_000  # that are kept for a replay
 _MAX_UNSENT = 1_000  # batches for a router that does not read, then it misses some
+_MAX_REQUEST_BYTES = 1024  # who sends more is disconnected
 _LINGER_MS = 200  # for what is unsent when it ends
 _PORT = re.compile(r"(tcp://.*:)(\d+)")
 
@@ -46,8 +49,8 @@ class ZmqPublisher:
         self,
         endpoint: str = "tcp://*:5557",
         replay_endpoint: str | None = None,
-        *,
         topic: str = "",
+        *,
         wire: Wire = "map",
         medium: str = "GPU",
         data_parallel_rank: int = 0,
@@ -61,7 +64,7 @@ class ZmqPublisher:
         step. For replays the last 10,000 batches are kept, `max_replay_bytes` at most; who asks for more gets all that
         is cached in one.
 
-        Raises: OSError if an endpoint is in use or cannot be bound; ValueError for bad values.
+        Raises: OSError if an endpoint is in use or cannot be bound; ValueError and TypeError for bad values.
         """
         for name, value in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint), ("topic", topic)):
             if not isinstance(value, str) and (value is not None or name != "replay_endpoint"):
@@ -70,7 +73,7 @@ class ZmqPublisher:
             raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {wire!r}")
         for name, number, low in (
             ("data_parallel_rank", data_parallel_rank, 0),
-            ("max_queue_bytes", max_queue_bytes, 1),
+            ("max_queue_bytes", max_queue_bytes, 4096),
             ("max_replay_bytes", max_replay_bytes, 0),
         ):
             if type(number) is not int:
@@ -94,10 +97,10 @@ class ZmqPublisher:
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
                 self._replays, self.replay_endpoint = self._bind(zmq.ROUTER, replay_endpoint, 2 * _MAX_BATCHES)
+            self._bell, self._ears = socket.socketpair()  # wakes the thread; safe in any, unlike a ZeroMQ socket
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._bell, self._ears = socket.socketpair()  # wakes the thread; safe in any thread, unlike a ZeroMQ socket
         self._bell.setblocking(False)
         self._ears.setblocking(False)
 
@@ -204,17 +207,18 @@ class ZmqPublisher:
             self._listen()
 
     def _answer(self, replays: "zmq.Socket[bytes]", log: EventLog) -> None:
-        """Answer all who have asked for a replay."""
-        while replays.poll(0):
-            *sender, request = replays.recv_multipart()
-            if len(request) != 8 or not sender:
-                logger.warning("a request for a replay must be a number of 8 bytes, got %r", request[:80])
-                batches: list[tuple[int, bytes]] = []
-            else:
-                batches = log.replay(int.from_bytes(request, "big"))
-            for number, payload in batches:
-                replays.send_multipart((*sender, self._topic, number.to_bytes(8, "big"), payload))
-            replays.send_multipart((*sender, *_END))
+        """Answer one who has asked for a replay, if there is one; the next is answered after what is new was sent."""
+        if not replays.poll(0):
+            return
+        *sender, request = replays.recv_multipart()
+        batches: list[tuple[int, bytes]] = []
+        if len(request) == 8:
+            batches = log.replay(int.from_bytes(request, "big"))
+        else:
+            logger.warning("a request for a replay must be a number of 8 bytes, got %r", request[:80])
+        for number, payload in batches:
+            replays.send_multipart((*sender, self._topic, number.to_bytes(8, "big"), payload))
+        replays.send_multipart((*sender, *_END))
 
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # it has been woken often enough
@@ -228,6 +232,7 @@ class ZmqPublisher:
         """A socket bound to the endpoint of this rank, and what that is."""
         bound = self._context.socket(kind)
         bound.set_hwm(max_unsent)
+        bound.set(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
         ranked = _ranked(endpoint, self._rank)
         try:
             bound.bind(ranked)

@@ -35,10 +35,10 @@ def block_hashes(tokens: bytes, block_size: int, *, parent: int | None = None, s
 
 
 def namespace_salt(namespace: Hashable) -> str | None:
-    """What a namespace is called on the wire: a string is its own salt, None has none, others a text.
+    """What a namespace is called on the wire: a string is its own salt, None has none.
 
-    `7` is "radixkv:7", `("lora", 7)` is "radixkv:('lora', 7)"; no two namespaces share a salt, and it is the same in
-    every process.
+    Other values are spelled out: `7` is "radixkv:7", `("lora", 7)` "radixkv:('lora', 7)". No two namespaces share a
+    salt, and it is the same in every process.
 
     Raises: TypeError for anything else, whose text might not be the same in another process; ValueError for an
     integer beyond 256 bits or tuples more than 16 deep.
@@ -48,7 +48,7 @@ def namespace_salt(namespace: Hashable) -> str | None:
     if type(namespace) is str and namespace and not namespace.startswith(_MARK) and _is_utf8(namespace):
         return namespace
     _check(namespace, namespace, 0)
-    return f"{_MARK}{namespace!r}"
+    return f"{_MARK}{namespace!a}"  # not repr, which knows more letters in a newer Python
 
 
 def salt_seed(salt: str | None) -> int:

@@ -187,6 +187,17 @@ def test_the_comparison_runs_and_its_last_line_is_json(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []  # the streams are gone
 
 
+def test_events_are_measured_beside_a_cache_without() -> None:
+    if not (ROOT.parent / "shared" / "traces" / "mooncake_conversation.jsonl.gz").exists():
+        pytest.skip("no trace")
+    command = [sys.executable, BENCH / "events.py", "--requests", "5", "--blocks", "2000", "--wait-ms", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert rows["a router that reads"]["received"] > 0
+    assert rows["a router that never reads"]["received"] == 0
+    assert rows["a router that never reads"]["num_dropped"] == 0
+
+
 # The guard
 
 

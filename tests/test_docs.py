@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("design", "engine", "integrations", "lab", "metrics", "router"))]
+NAMES = "design", "engine", "events", "integrations", "lab", "metrics", "router"
+PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 
 
 @pytest.mark.parametrize("page", PAGES)

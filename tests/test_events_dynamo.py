@@ -89,8 +89,10 @@ class Indexer:
 class Traffic:
     """Random requests that share prefixes, on a cache under pressure, with the odd eviction, clear and reset."""
 
-    def __init__(self, cache: PrefixCache, publisher: ZmqPublisher, seed: int) -> None:
-        self.cache, self.publisher = cache, publisher
+    def __init__(
+        self, cache: PrefixCache, publisher: ZmqPublisher, seed: int, namespaces: list[Hashable] = NAMESPACES
+    ) -> None:
+        self.cache, self.publisher, self.namespaces = cache, publisher, namespaces
         self.random = random.Random(seed)
         self.prompts: list[tuple[list[int], Hashable]] = [([1] * 12, None)]
         self.running: list[Any] = []
@@ -107,7 +109,7 @@ class Traffic:
         if dice < 0.0005:
             self.cache.reset()
         elif dice < 0.002:
-            self.cache.clear(self.random.choice(NAMESPACES))
+            self.cache.clear(self.random.choice(self.namespaces))
         elif dice < 0.01:
             self.cache.evict(self.random.randrange(8))
         elif dice < 0.4 or len(self.running) > 5:
@@ -125,7 +127,7 @@ class Traffic:
     def prompt(self) -> tuple[list[int], Hashable]:
         tokens, namespace = self.random.choice(self.prompts)
         if self.random.random() < 0.2:
-            namespace = self.random.choice(NAMESPACES)
+            namespace = self.random.choice(self.namespaces)
         kept = tokens[: self.random.randrange(len(tokens) + 1)]
         return (kept + [self.random.randrange(50) for _ in range(self.random.randrange(1, 30))])[:96], namespace
 
@@ -146,12 +148,17 @@ class Traffic:
         return num_hits
 
 
-@pytest.mark.parametrize("max_queue_bytes", [64 << 20, 20_000], ids=["", "batches are dropped"])
-def test_the_indexer_of_dynamo_answers_as_the_cache_does(tmp_path: Path, max_queue_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "namespaces"),
+    [({}, NAMESPACES), ({"max_queue_bytes": 20_000}, NAMESPACES), ({"wire": "array"}, [None])],
+    ids=["maps", "batches are dropped", "arrays"],
+)
+def test_the_indexer_of_dynamo_answers_as_the_cache_does(
+    tmp_path: Path, options: dict[str, Any], namespaces: list[Hashable]
+) -> None:
     """It is killed in the middle, and the next one begins with a replay."""
-    options: dict[str, Any] = {"autoflush": False, "max_queue_bytes": max_queue_bytes}
-    with ZmqPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", **options) as publisher:
-        traffic = Traffic(PrefixCache(256, SIZE, events=publisher), publisher, seed=1)
+    with ZmqPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", autoflush=False, **options) as publisher:
+        traffic = Traffic(PrefixCache(256, SIZE, events=publisher), publisher, 1, namespaces)
         indexer = Indexer(tmp_path / "first.log")
         try:
             indexer.register(publisher)
@@ -168,7 +175,7 @@ def test_the_indexer_of_dynamo_answers_as_the_cache_does(tmp_path: Path, max_que
         finally:
             indexer.kill()
         assert "Requesting replay" in (tmp_path / "second.log").read_text()
-        assert (publisher.num_dropped > 0) == (max_queue_bytes == 20_000)
+        assert (publisher.num_dropped > 0) == ("max_queue_bytes" in options)
 
 
 def test_a_worker_that_began_anew_is_registered_anew(tmp_path: Path) -> None:

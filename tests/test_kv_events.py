@@ -227,6 +227,7 @@ def test_every_namespace_has_a_salt_and_a_chain_of_its_own() -> None:
 def test_the_salts_that_the_docs_name() -> None:
     assert namespace_salt("tenant") == "tenant"
     assert namespace_salt(7) == "radixkv:7"
+    assert namespace_salt(("é",)) == r"radixkv:('\xe9',)"
     assert namespace_salt("") == "radixkv:''"  # to Dynamo an empty salt is none
     assert namespace_salt(("lora", 7)) == "radixkv:('lora', 7)"
     assert salt_seed("tenant") == (1337 + xxh3_64_intdigest(b"tenant")) % 2**64

@@ -118,7 +118,7 @@ def test_a_recorded_cache_records_the_whole_prompt_of_a_lookup_in_its_namespace(
     path = tmp_path / "trace.jsonl"
     cache = PrefixCache(8, block_size=1, record=path)
     for lookup in (cache.lookup([1, 2, 3]), cache.lookup([1, 2, 3], namespace="a"), cache.lookup([1, 2, 4])):
-        request = cache.allocate(lookup)
+        request = cache.allocate(lookup, namespace=None)
         cache.commit(request)
         cache.free(request)
     assert cache.record is not None

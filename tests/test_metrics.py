@@ -511,6 +511,15 @@ def test_namespaces_are_bounded_and_readable(registry, metrics):
     assert sum(of(samples, "radixkv_namespace_lookup_tokens_total").values()) == 8 * len(names)
 
 
+def test_a_lookup_is_counted_under_its_own_namespace():
+    cache = PrefixCache(10, SIZE)
+    observer = Observer(cache, sample=1)
+    run(cache, cache.lookup(range(8), namespace="tenant"))
+    run(cache, cache.lookup(range(8), namespace="tenant"), namespace=None)
+    assert {name: lookups.num for name, lookups in observer.namespaces.items()} == {"tenant": 2}
+    assert observer.missed_tokens["namespace"] == 0
+
+
 def test_a_long_namespace_is_cut(registry, metrics):
     cache = PrefixCache(100, SIZE)
     metrics.watch(cache, "n" * 1000, sample=1000)

@@ -152,6 +152,7 @@ def test_a_request_that_is_no_number_is_answered_with_the_end(peers: Peers, capl
         for poison in ([b"", b"what was there?"], [b"", b""], [b"a", b"b", b"c"]):
             dealer.send_multipart(poison)
             assert receive(dealer)[-3:] == END
+        dealer.send_multipart([b"", bytes(1 << 20)])
         assert len(peers.replay(publisher, 0)) == 1
     assert caplog.text.count("must be a number of 8 bytes") == 3
 
@@ -184,7 +185,7 @@ def test_a_port_in_use_is_one_clear_error() -> None:
         ({"wire": "json"}, "wire must be one of map, array, got 'json'"),
         ({"data_parallel_rank": -1}, "data_parallel_rank must be at least 0, got -1"),
         ({"data_parallel_rank": True}, "data_parallel_rank must be an int, got True"),
-        ({"max_queue_bytes": 0}, "max_queue_bytes must be at least 1, got 0"),
+        ({"max_queue_bytes": 0}, "max_queue_bytes must be at least 4096, got 0"),
         ({"max_replay_bytes": 1.5}, "max_replay_bytes must be an int, got 1.5"),
     ],
 )
