@@ -421,10 +421,10 @@ class PrefixCache:
             request._node = node
             return changed
         blocks = table[first : end // size]
-        request._node = node = tree.insert(node, bytearray(memoryview(key)[pos:stop]), blocks)
+        before = None if self._events is None else tree.last_block(node)
+        request._node = tree.insert(node, bytearray(memoryview(key)[pos:stop]), blocks)
         if self._events is not None:
-            namespace = shown_name(tree.name(request._root))
-            self._events.stored(namespace, tree.block_before(node, len(blocks)), key[pos:stop], blocks)
+            self._events.stored(shown_name(tree.name(request._root)), before, key[pos:stop], blocks)
         return changed
 
     def append(self, request: Request, tokens: int | Tokens) -> None:

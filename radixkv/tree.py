@@ -405,19 +405,12 @@ class RadixTree:
             namespace = shown_name(name)
             for node in self._descendants(self._roots.get(name, NO_NODE)):
                 blocks = array("i", bytes(self._blocks[node]))
-                yield namespace, self.block_before(node, len(blocks)), bytes(self._edges[node]), blocks
+                yield namespace, self.last_block(self._parents[node]), bytes(self._edges[node]), blocks
 
-    def block_before(self, node: int, num: int) -> int | None:
-        """The block before the last `num` of `node`, maybe its parent's last; None at the start of a prompt."""
-        blocks = self._blocks[node]
-        end = len(blocks) - num * BLOCK_BYTES
-        if not end:
-            parent = self._parents[node]
-            if self._parents[parent] == NO_NODE:
-                return None
-            blocks = self._blocks[parent]
-            end = len(blocks)
-        return int.from_bytes(blocks[end - BLOCK_BYTES : end], "little")
+    def last_block(self, node: int) -> int | None:
+        """The block that ends with `node`; None for a root."""
+        blocks = self._blocks.get(node)
+        return None if blocks is None else int.from_bytes(blocks[-BLOCK_BYTES:], "little")
 
     # What explains and proves
 
