@@ -1,9 +1,10 @@
 # `make demo` and `make test` need nothing but Python, make and a package index.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0  # what the suite is run with; on a machine with a GPU, the build that fits it
+PEERS = .peers
 PIP = .venv/bin/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test lint bench peers guard clean
+.PHONY: demo test test-ray lint bench peers guard clean
 
 .venv/demo: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -27,13 +28,21 @@ lint: .venv/test
 test: .venv/test lint
 	.venv/bin/python -m pytest
 
+# Ray Serve, in an environment of its own
+$(PEERS)/ray: pyproject.toml
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install -q --disable-pip-version-check -e ".[ray,testing]" pytest
+	touch $@
+
+test-ray: $(PEERS)/ray
+	$(PEERS)/ray/bin/python -m pytest tests/test_ray_serve.py
+
 bench: .venv/demo
 	.venv/bin/python bench/manager.py
 	.venv/bin/python bench/curve.py
 	.venv/bin/python bench/ttft.py
 	.venv/bin/python bench/serving.py
 
-PEERS = .peers
 peers: $(PEERS)/dynamo $(PEERS)/sglang $(PEERS)/vllm
 $(PEERS)/dynamo: PACKAGE = ai-dynamo-runtime==1.6.1
 $(PEERS)/sglang: PACKAGE = sglang==0.5.23

@@ -101,7 +101,7 @@ def fold(block_hash: int | bytes) -> int:
 _MAX_ID = 2**64 - 1
 _Hash: TypeAlias = int | bytes
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 8 * TOKEN_BYTES - 1)]
-_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Size = Annotated[int, msgspec.Meta(ge=0)]  # 0 in vLLM's events of offloaded blocks, which have no tokens
 
 
 class _Payload(msgspec.Struct, array_like=True):
@@ -123,7 +123,7 @@ class _StoredArray(msgspec.Struct, array_like=True):
     block_hashes: list[_Hash]
     parent_block_hash: _Hash | None
     token_ids: list[_Token]
-    block_size: _Positive
+    block_size: _Size
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
@@ -135,7 +135,7 @@ class _StoredMap(msgspec.Struct, kw_only=True):
     block_hashes: list[_Hash]
     parent_block_hash: _Hash | None = None
     token_ids: list[_Token]
-    block_size: _Positive
+    block_size: _Size
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None

@@ -58,8 +58,7 @@ def replay(
     `bypass`, requests run beside the cache, as beside a host tier: what they leave goes through the same order as what
     is there, so that a request's own tail may be the first to go. A policy object must be fresh.
 
-    Cost: some 20 us a request, and 4 bytes a block of capacity, at most of those that the trace
-    could need.
+    Cost: some 20 us a request, and 4 bytes a block of capacity, at most of those that the trace could need.
 
     Raises: ValueError for a capacity below 1 or an unknown policy.
     """
@@ -89,9 +88,16 @@ def replayed(
     progress: Progress | None = None,
 ) -> Iterator[tuple[IdRequest | TokenRequest, int]]:
     """As `replay`, request by request: each with its number of hit blocks."""
-    if isinstance(trace, IdTrace):
-        return _replay_ids(trace, capacity, policy, bypass, progress)
-    return _replay_tokens(trace, capacity, policy, bypass, progress)
+    num_blocks = num_blocks_needed(trace, capacity)
+    num_beside = min(num_blocks, _longest(trace)) if bypass else 0
+    if policy == "reuse" and bypass:
+        policy = Reuse(lru_blocks=num_blocks)
+    cache = PrefixCache(num_blocks + num_beside, block_tokens(trace), policy=policy)
+    requests: Sequence[IdRequest | TokenRequest] = trace.requests
+    for request in watched(requests, progress):
+        hit = serve(cache, request, max_blocks=num_blocks)
+        cache.evict(max(0, cache.num_cached_blocks - num_blocks))
+        yield request, hit
 
 
 def default_capacities(num_blocks: int) -> list[int | None]:
@@ -103,62 +109,53 @@ def default_capacities(num_blocks: int) -> list[int | None]:
     return [*sorted(capacities), None]
 
 
-def _replay_ids(
-    trace: IdTrace, capacity: int | None, policy: str | Policy, bypass: bool, progress: Progress | None
-) -> Iterator[tuple[IdRequest, int]]:
-    """Every id is one token in a block of one: ids are chained, so the tree of ids is the tree of prefixes."""
-    num_blocks = _at_most(capacity, trace.num_blocks)
-    longest = max(map(_path_length, trace.requests)) if bypass else 0
-    cache = _cache(num_blocks, min(longest, num_blocks), 1, policy)
-    for request in _watched(trace.requests, progress):
+def serve(cache: PrefixCache, request: IdRequest | TokenRequest, *, max_blocks: int | None = None) -> int:
+    """Live one request from beginning to end in a cache of its trace's blocks (see `block_tokens`); returns hit blocks.
+
+    Of an `IdRequest` every id is one token in a block of one: ids are chained, so the tree of ids is the tree of
+    prefixes. A `TokenRequest` lives as in an engine: at least one token is prefilled, and the last token of the answer
+    never has KV. It keeps its first `max_blocks` blocks, by default as many as the cache has.
+    """
+    room = (max_blocks or cache.num_blocks) * cache.block_size * TOKEN_BYTES
+    if isinstance(request, IdRequest):
         path = packed_ids(request.runs if request.path is None else request.path)
         if not path:
-            yield request, 0
-            continue
-        running = cache.allocate(path[: num_blocks * TOKEN_BYTES], min_prefill_tokens=0)
-        yield request, min(running.num_cached_tokens, request.num_blocks)
+            return 0
+        running = cache.allocate(path[:room], min_prefill_tokens=0)
+        hit = min(running.num_cached_tokens, request.num_blocks)
         cache.commit(running)
-        cache.free(running)
-        cache.evict(max(0, cache.num_cached_blocks - num_blocks))
-
-
-def _replay_tokens(
-    trace: TokenTrace, capacity: int | None, policy: str | Policy, bypass: bool, progress: Progress | None
-) -> Iterator[tuple[TokenRequest, int]]:
-    """As an engine does: at least one token is prefilled, and the last token of the answer never has KV."""
-    block_size = trace.block_size
-    longest = max(
-        -(-(request.num_prompt_tokens + request.num_output_tokens) // block_size) for request in trace.requests
-    )
-    num_blocks = _at_most(capacity, trace.num_blocks + longest)  # all that is cached, and the blocks of one request
-    cache = _cache(num_blocks, min(longest, num_blocks) if bypass else 0, block_size, policy)
-    room = num_blocks * block_size * TOKEN_BYTES
-    for request in _watched(trace.requests, progress):
+    else:
         running = cache.allocate(request.tokens[:room], namespace=request.namespace)
-        yield request, running.num_cached_tokens // block_size
+        hit = running.num_cached_tokens // cache.block_size
         cache.commit(running)
         output = request.output_tokens[: max(0, room - len(request.tokens))]
         if output:
             cache.append(running, output)
             cache.commit(running, running.num_tokens - 1)
-        cache.free(running)
-        cache.evict(max(0, cache.num_cached_blocks - num_blocks))
+    cache.free(running)
+    return hit
 
 
-def _cache(num_blocks: int, num_beside: int, block_size: int, policy: str | Policy) -> PrefixCache:
-    """A cache of `num_blocks` blocks, and so many beside it for the request that runs."""
-    if policy == "reuse" and num_beside:
-        policy = Reuse(lru_blocks=num_blocks)
-    return PrefixCache(num_blocks + num_beside, block_size, policy=policy)
+def block_tokens(trace: Trace) -> int:
+    """The block size of a cache for `serve`."""
+    return 1 if isinstance(trace, IdTrace) else trace.block_size
 
 
-def _path_length(request: IdRequest) -> int:
-    runs = request.runs if request.path is None else request.path
-    return sum(runs[1::2]) - sum(runs[::2])
+def num_blocks_needed(trace: Trace, capacity: int | None) -> int:
+    """Of `capacity` blocks, as many as the trace could ever use; None for no bound."""
+    num = trace.num_blocks
+    if isinstance(trace, TokenTrace):  # all that is cached, and the blocks of one request
+        num += _longest(trace)
+    return max(1, num if capacity is None else min(capacity, num))
 
 
-def _at_most(capacity: int | None, num_needed: int) -> int:
-    return max(1, num_needed if capacity is None else min(capacity, num_needed))
+def _longest(trace: Trace) -> int:
+    """Blocks that the longest request leaves behind, or has while it runs."""
+    if isinstance(trace, TokenTrace):
+        sizes = (request.num_prompt_tokens + request.num_output_tokens for request in trace.requests)
+        return max(-(-size // trace.block_size) for size in sizes)
+    paths = (request.runs if request.path is None else request.path for request in trace.requests)
+    return max(sum(path[1::2]) - sum(path[::2]) for path in paths)
 
 
 def packed_ids(runs: "array[int]") -> bytes:
@@ -168,7 +165,8 @@ def packed_ids(runs: "array[int]") -> bytes:
     )
 
 
-def _watched(requests: Sequence[_Request], progress: Progress | None) -> Iterator[_Request]:
+def watched(requests: Sequence[_Request], progress: Progress | None) -> Iterator[_Request]:
+    """The requests, telling `progress` now and then."""
     for number, request in enumerate(requests):
         if progress is not None and number % 64 == 0:
             progress(number / len(requests))

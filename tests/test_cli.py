@@ -60,6 +60,32 @@ def test_the_table_has_a_row_for_each_policy_and_capacity_and_defines_its_rates(
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_workers_are_replayed_behind_each_router(capsys, trace):
+    options = ["--capacity", "inf", "--workers", "2", "--router", "round-robin,prefix"]
+    assert main(["replay", str(trace), *options]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "tokens a block: 512\nworkers: 2\n" in out
+    rows = [line.split()[:-2] for line in out.splitlines() if line.startswith("lru ")]
+    assert rows == [
+        ["lru", "round-robin", "inf", "33.33", "1,024", "33.33", "1.00"],
+        ["lru", "prefix", "inf", "66.67", "2,048", "66.67", "2.00"],
+    ]
+    assert "most / mean: tokens to prefill" in out
+    assert max(map(len, out.splitlines())) <= 80
+    shown = run_json(capsys, trace, *options)["rows"]
+    assert [(row["router"], row["num_requests"], row["prefill_tokens"]) for row in shown] == [
+        ("round-robin", [2, 1], [1024, 1024]),
+        ("prefix", [3, 0], [1024, 0]),
+    ]
+
+
+def test_what_routing_needs_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "radixkv.routing", None)
+    line = refused(capsys, "replay", "--limit", "1", "--workers", "2")
+    assert "--workers: radixkv.routing is not installed: pip install 'radixkv[events]'" in line
+
+
 def test_without_a_trace_the_synthetic_workload_is_replayed(capsys):
     assert main(["replay", "--capacity", "500"]) == 0
     out = capsys.readouterr().out
@@ -196,6 +222,12 @@ def test_the_version_and_the_help_are_printed(capsys):
         (["--synthetic", "FILE"], "--synthetic: not with a TRACE (FILE)"),
         (["-", "-"], "TRACE: stdin (-) can be read once only"),
         (["--tokenizer", "no/file", "FILE"], "--tokenizer: there is no file or folder 'no/file'"),
+        (["--workers", "0"], "'--workers': must be a whole number from 1 to 1024, got '0'"),
+        (
+            ["--workers", "2", "--router", "random"],
+            "--router: 'random' is not one of prefix, round-robin, least-loaded",
+        ),
+        (["--router", "prefix"], "--router: chooses between --workers, of which there are none"),
         (["--frobnicate"], "--frobnicate"),
     ],
 )

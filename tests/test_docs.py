@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("design", "engine", "events", "integrations", "lab", "metrics", "policies"))]
+NAMES = "design", "engine", "events", "integrations", "lab", "metrics", "policies", "router"
+PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -116,7 +116,7 @@ STORED: dict[str, Any] = {"type": "BlockStored", "block_hashes": [1], "token_ids
         (message({**STORED, "token_ids": [-1]}), r"`int` >= 0 - at `\$.token_ids"),
         (message({**STORED, "token_ids": [2**31]}), r"`int` <= 2147483647 - at `\$.token_ids"),
         (message({**STORED, "token_ids": [1.5]}), r"at `\$.token_ids"),
-        (message({**STORED, "block_size": 0}), r"`int` >= 1 - at `\$.block_size"),
+        (message({**STORED, "block_size": -1}), r"`int` >= 0 - at `\$.block_size"),
         (message({**STORED, "block_hashes": ["one"]}), r"at `\$.block_hashes"),
         (message({**STORED, "cache_salt": 7}), r"at `\$.cache_salt"),
         (message(["BlockRemoved"]), "event 0 of a batch"),
@@ -256,3 +256,9 @@ for _ in range(20):
 def test_a_namespace_without_a_lasting_name_is_refused(namespace: Any, error: Exception) -> None:
     with pytest.raises(type(error), match=re.escape(str(error))):
         namespace_salt(namespace)
+
+
+def test_offloaded_blocks_without_tokens_are_read() -> None:
+    """vLLM's offloading names blocks that it copied, with no tokens and a block size of 0."""
+    event = {"type": "BlockStored", "block_hashes": [1], "token_ids": [], "block_size": 0, "medium": "CPU"}
+    assert decode(message(event)).events == [BlockStored([1], None, [], 0, medium="CPU")]

@@ -1,17 +1,26 @@
 """The order "reuse" on real traces, beside the simulation of another hand that it was described with."""
 
 import importlib.util
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from radixkv.replay import replay
-from radixkv.trace import read_trace
+from radixkv.trace import IdRequest, IdTrace, read_trace
 
 SHARED = Path(__file__).parents[2] / "shared"
 REFERENCE = SHARED / "reference" / "reuse_policy.py"
 MAX_BELOW = 0.003  # of all blocks
+
+
+@pytest.mark.parametrize("policy", ["reuse", "arc", "lru"])
+def test_no_more_is_kept_beside_the_cache_than_it_has_room_for(policy: str) -> None:
+    runs = [array("i", [100 * i, 100 * i + 7]) for i in range(20)] * 2
+    trace = IdTrace("runs", [IdRequest(0.0, 7, 0, path) for path in runs], block_size=1, num_blocks=2000)
+    assert replay(trace, 140, policy, bypass=True).hit_blocks == 140
+    assert replay(trace, 4, policy, bypass=True).hit_blocks <= 8
 
 
 @pytest.fixture(scope="module")
