@@ -83,6 +83,9 @@ class ARC(Memory):
         for ghost in self._ghosts.behind(places):
             self._forget_ghost(ghost)
 
+    def forget_evicted(self) -> None:
+        self.forget([], self._ghosts.names())
+
     def add(self, leaf: int) -> None:
         kind = self._marks[leaf] & CLASS
         self._leaves.add(leaf)

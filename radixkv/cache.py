@@ -581,7 +581,7 @@ class PrefixCache:
         self._stats.forgotten_blocks += self._tree.num_blocks
         for name in self._tree.names():
             self._pool.give(self._tree.drop(name))
-        self._tree.evicted.clear()
+        self._tree.forget_evicted()
         if self._events is not None:
             self._events.cleared()
 

@@ -131,6 +131,10 @@ class Ghosts:
             found += families.get(self.ends[ghost], ())
         return found
 
+    def names(self) -> list[Place]:
+        """The namespaces that evicted runs continue; all other runs are behind those."""
+        return list(self._names)
+
     def _number_of(self, place: Place) -> int:
         """A serial, or the number of a namespace, 0 where nothing continues that."""
         return place if type(place) is int else self._names.get(place, 0)

@@ -62,3 +62,6 @@ class Learner(Protocol):
 
     def forget(self, nodes: list[int], places: list[Place], /) -> None:
         """`nodes` are gone for good, and what was evicted behind `places`."""
+
+    def forget_evicted(self) -> None:
+        """All that was evicted is gone for good."""

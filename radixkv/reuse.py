@@ -255,6 +255,9 @@ class Reuse(Memory):
             self._shadow.forget(self._ghost_marks[ghost] >> CLASS_BITS, self._ghosts.lengths[ghost])
             self._forget_ghost(ghost)
 
+    def forget_evicted(self) -> None:
+        self.forget([], self._ghosts.names())
+
     # Leaves
 
     def add(self, leaf: int) -> None:

@@ -25,8 +25,8 @@ class Policy(Protocol):
     """Which evictable leaf goes next. Leaves are ints, meaningful only until they are discarded.
 
     Two things may be defined besides: `bind(usage)` gets the `Usage` columns that keys can be read from, and
-    `wants_inner_nodes = True` asks for every node that nobody holds, the deepest of a path first. One
-    that is a `radixkv.learner.Learner` too hears of everything.
+    `wants_inner_nodes = True` asks for every node that nobody holds, the deepest of a path first. A policy that is a
+    `radixkv.learner.Learner` too hears of everything.
     """
 
     def add(self, leaf: int, /) -> None:
@@ -411,6 +411,12 @@ class RadixTree:
         if not self._holds[root]:
             self._forget(root)
         return freed
+
+    def forget_evicted(self) -> None:
+        """Forget what was evicted, in namespaces that are empty too."""
+        self.evicted.clear()
+        if self.learner is not None:
+            self.learner.forget_evicted()
 
     def names(self) -> list[Name]:
         """The namespaces under which something is cached or held."""

@@ -83,6 +83,25 @@ def test_it_knows_what_lru_would_have_hit_whatever_is_cleared(num_blocks: int) -
         assert stats.asked_blocks == caches[0].stats.prompt_tokens
 
 
+@pytest.mark.parametrize("policy", ["reuse", "arc"])
+def test_what_was_evicted_from_an_empty_namespace_is_forgotten_too(policy: str) -> None:
+    for forget in (lambda cache: cache.reset(), lambda cache: cache.clear("a")):
+        cache = PrefixCache(6, 1, policy=policy)
+        cache.free(cache.allocate([1, 2, 3], namespace="a"))
+        request = cache.allocate([1, 2, 3], namespace="a")
+        cache.commit(request)
+        cache.free(request)
+        cache.evict(6)
+        assert cache.explain([1, 2, 3], namespace="a").reason == "evicted"
+        forget(cache)
+        assert cache.explain([1, 2, 3], namespace="a").reason != "evicted"
+        request = cache.allocate([1, 2, 3], namespace="a")
+        if policy == "reuse":
+            assert policy_of(cache).stats.lru_hit_blocks == 0
+        cache.free(request)
+        cache.check()
+
+
 def test_blocks_of_many_tokens_are_the_same_as_of_one() -> None:
     size = 16
     caches = PrefixCache(60, 1, policy="reuse"), PrefixCache(60, size, policy="reuse")
