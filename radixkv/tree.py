@@ -38,8 +38,8 @@ class Policy(Protocol):
 class Usage:
     """How each node was used, by ticks of a logical clock: what policies rank by. Kept only for a policy that asks.
 
-    `created` and `last_use` are ticks, the last use that of the request that ended last; `uses` counts requests that
-    ended; `priority` is the highest of theirs.
+    `created` and `last_use` are ticks, the last use that of who let go last; `uses` counts requests that ended;
+    `priority` is the highest of theirs.
     """
 
     __slots__ = ("_tick", "created", "last_use", "priority", "uses")
@@ -62,9 +62,12 @@ class Usage:
         for column in (self.created, self.last_use, self.uses, self.priority):
             column[node] = column[source]
 
-    def touch(self, node: int, priority: int) -> None:
+    def look(self, node: int) -> None:
         self._tick += 1
         self.last_use[node] = self._tick
+
+    def touch(self, node: int, priority: int) -> None:
+        self.look(node)
         self.uses[node] += 1
         if priority > self.priority[node]:
             self.priority[node] = priority
@@ -187,6 +190,14 @@ class RadixTree:
                 break
         return path, end // self.width, 0 if stop == end else (end - start) // self.width
 
+    def serial(self, node: int) -> int:
+        """The number of the prefix that ends with `node`, which no other prefix ever gets."""
+        return self._serials[node]
+
+    def ends(self, node: int, serial: int) -> bool:
+        """Whether `node` is there, and ends with the prefix of that number still."""
+        return node in self._edges and self._serials[node] == serial
+
     def blocks_of(self, path: list[int], part: int) -> "array[int]":
         """The block ids along `path`, of its last node the first `part` only if that is not 0."""
         blocks = array("i")
@@ -252,6 +263,16 @@ class RadixTree:
         if self._usage is not None:
             for used in reversed(self.path_to(node)):
                 self._usage.touch(used, priority)
+        self._let_go(node)
+
+    def let_go(self, node: int) -> None:
+        """As `release`, of who held `node` only to look: it is recent now, but no use is counted."""
+        if self._usage is not None:
+            for seen in reversed(self.path_to(node)):
+                self._usage.look(seen)
+        self._let_go(node)
+
+    def _let_go(self, node: int) -> None:
         holds = self._holds
         while True:
             holds[node] -= 1
@@ -323,10 +344,11 @@ class RadixTree:
             family[first] = child
         return child
 
-    def evict(self, num: int, freed: "array[int]") -> None:
+    def evict(self, num: int, freed: "array[int]", stump: int = 0) -> None:
         """Evict `num` blocks, or all that are evictable; adds their ids to `freed` in the order in which they went.
 
-        The policy's leaf goes block by block from its tail, never more than asked. O(num / leaf size) policy calls.
+        The policy's leaf goes block by block from its tail, never more than asked, but that a rest of at most `stump`
+        blocks goes too where it is no longer than what was taken. O(num / leaf size) policy calls.
 
         Raises: RuntimeError where the policy chooses what is no evictable leaf.
         """
@@ -337,6 +359,8 @@ class RadixTree:
             blocks = self._blocks[leaf]
             have = len(blocks) // BLOCK_BYTES
             take = min(num, have)
+            if have - take <= min(take, stump):
+                take = have
             num -= take
             self.num_blocks -= take
             self.num_evictable -= take
