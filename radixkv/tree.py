@@ -449,9 +449,9 @@ class RadixTree:
         """How many blocks of `key` from byte `pos` on were evicted from behind the whole nodes of `path`."""
         return self.evicted.match(self._serials[path[-1]] if path else name, key, pos)
 
-    def draw(self, max_nodes: int) -> Iterator[str]:
-        """The tree as lines of text, children below their parents; no recursion."""
-        size = self.width // TOKEN_BYTES
+    def draw(self, max_nodes: int, typecode: str = "i") -> Iterator[str]:
+        """The tree as lines of text, children below their parents; no recursion. `typecode` is that of its tokens."""
+        size = self.width // array(typecode).itemsize
         left = max_nodes
         for name, root in self._roots.items():
             yield "root" if name is None else f"root of {shown_name(name)!r}"
@@ -463,7 +463,7 @@ class RadixTree:
                     yield f"{indent}... {len(stack) + 1} more branches"
                     break
                 left -= 1
-                tokens = array("i", bytes(self._edges[node]))
+                tokens = array(typecode, bytes(self._edges[node]))
                 blocks = array("i", bytes(self._blocks[node])).tolist()
                 held = f", held by {self._holds[node]}" if self._holds[node] else ""
                 end = start + len(blocks) * size
