@@ -1,10 +1,10 @@
 """SGLang's prefix caches in a scheduler loop: what is hit, what is lost, and the CPU time of the calls to the cache.
 
-    .peers/sglang/bin/python bench/sglang_loop.py [--requests 2000] [--page-size 16] [--policy lru] [--schedule lpm]
+    PYTHONPATH=. .peers/sglang/bin/python bench/sglang_loop.py [--requests 2000] [--page-size 16] [--schedule fcfs]
 
-Needs SGLang 0.5.23 (`make peers`). Everything but the model is SGLang's own: requests, waiting queue, prefill admission with
-chunks, allocators, rows, retraction. Instead of a forward pass, each slot gets a number that stands for the tokens up
-to it; where a cached prefix holds other numbers than its tokens ask for, the loop stops. Chats of bench/peer_workloads.py.
+Needs SGLang 0.5.23 (`make .peers/sglang`). Everything but the model is SGLang's own: requests, waiting queue, admission
+in chunks, allocators, rows, retraction. Instead of a forward pass, each slot gets a number that stands for the tokens
+up to it; where a cached prefix holds other numbers than its tokens ask for, the loop stops. The requests are chats.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from radixkv.integrations.sglang import RadixKVCache
+from radixkv.integrations.sglang_cache import RadixKVCache
 
 MODEL = SimpleNamespace(vocab_size=1 << 20, is_encoder_decoder=False)
 clock = time.thread_time_ns
@@ -58,7 +58,7 @@ CACHES: dict[str, Callable[[CacheInitParams], Any]] = {
     "SGLang UnifiedRadixCache, Rust": unified("rust"),
 }
 CALLS = (
-    *("match_prefix", "touch_prefix", "checkpoint", "evict", "lock", "unlock"),
+    *("match_prefix", "touch_prefix", "checkpoint", "evict", "evict_for_alloc", "lock", "unlock"),
     *("prefix_device_indices", "free_kv_row", "evictable_size", "protected_size", "dfs_weight_order"),
 )
 
@@ -75,7 +75,8 @@ class Loop:
         max_running: int = 16,
         max_tokens: int = 1 << 15,
         chunk: int = 2048,
-        schedule: str = "lpm",
+        schedule: str = "fcfs",
+        new_token_ratio: float = 0.7,
         **params: Any,
     ) -> None:
         common = (torch.float16, "cpu", SimpleNamespace(), False)
@@ -88,6 +89,7 @@ class Loop:
         self.cache = make(CacheInitParams(False, self.rows, self.slots, page_size, **params))
         self.policy = SchedulePolicy(schedule, self.cache, False, False, False)
         self.page_size, self.chunk, self.max_running = page_size, chunk, max_running
+        self.new_token_ratio = new_token_ratio  # of planned outputs, room for which is kept free
         self.num_slots = self.slots.available_size()
         self.waiting: list[Req] = []
         self.running: list[Req] = []
@@ -122,7 +124,7 @@ class Loop:
             setattr(self.cache, name, timed(name, getattr(self.cache, name)))
 
     def submit(self, rid: str, prompt: "array[int]", output: "array[int]", **options: Any) -> Req:
-        sampling = SamplingParams(max_new_tokens=len(output), ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=len(output))
         sampling.normalize(None)
         req = Req(rid, "", prompt, sampling, **options)
         req.planned = output
@@ -154,7 +156,9 @@ class Loop:
         if self.chunked is not None:
             checkpoint_kv_cache(self.chunked, cache)
         self.policy.calc_priority(self.waiting)
-        adder = PrefillAdder(self.page_size, cache, self.slots, self._batch(self.running), 0.7, 1 << 14, self.chunk)
+        adder = PrefillAdder(
+            self.page_size, cache, self.slots, self._batch(self.running), self.new_token_ratio, 1 << 14, self.chunk
+        )
         if self.chunked is not None:
             self.chunked.init_next_round_input()
             self.chunked = adder.add_chunked_req(self.chunked)
@@ -268,7 +272,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--slots", type=int, default=1 << 17)
-    parser.add_argument("--schedule", default="lpm")
+    parser.add_argument("--schedule", default="fcfs", help="SGLang's --schedule-policy: fcfs, lpm, ...")
     arguments = parser.parse_args()
     publish()
     num_sessions = arguments.requests // 10
