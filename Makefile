@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0  # what the suite is run with; on a machine with a GPU, the build that fits it
 PIP = .venv/bin/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test lint bench peers guard clean
+.PHONY: demo test lint bench peers guard test-sglang clean
 
 .venv/demo: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -43,6 +43,13 @@ $(PEERS)/%: bench/peers-requirements/%.txt
 	$@/bin/python -m pip install -q --disable-pip-version-check -r $<
 	$@/bin/python -m pip install -q --disable-pip-version-check --no-deps $(PACKAGE)
 	touch $@
+
+SGLANG = $(PEERS)/sglang/bin/python -m
+ENGINE = einops fastapi setproctitle uvicorn uvloop  # and xgrammar: what SGLang's engine imports besides
+test-sglang: $(PEERS)/sglang
+	$(SGLANG) pip install -q --disable-pip-version-check pytest hypothesis $(ENGINE)
+	$(SGLANG) pip install -q --disable-pip-version-check --no-deps xgrammar==0.2.7
+	PYTHONPATH=. $(SGLANG) pytest -o filterwarnings=ignore tests/test_sglang*.py
 
 guard: .venv/demo
 	.venv/bin/python bench/guard.py

@@ -313,19 +313,14 @@ class RadixKVCache(BasePrefixCache):
 
         In the policy's order, each leaf from its tail; fewer than 16 tokens that would be left of one may go too.
         """
+        return self._evict(-(-params.num_tokens // self.page_size))
+
+    def evict_for_alloc(self, params: EvictParams, *, allocation_reclaim_satisfied: Any = None) -> EvictResult:
+        """As `evict`, but at least a 256th of the pool, so that a full server does not evict in every step."""
+        if allocation_reclaim_satisfied is not None:
+            raise NotImplementedError("pools that share memory are not supported")
         num_pages = -(-params.num_tokens // self.page_size)
-        if self.disable or num_pages <= 0 or not self._tree.num_evictable:
-            return EvictResult()
-        start = time.perf_counter()  # for the metrics
-        freed = array("i")
-        self._tree.evict(num_pages, freed, _STUMP // self.page_size)
-        self.token_to_kv_pool_allocator.free_segment(self._slots(freed), start_pos=0)
-        self._pages.index_fill_(0, self._index(freed), _FREE)
-        self._places.give(freed)
-        self.kv_events.removed(freed)
-        num_tokens = len(freed) * self.page_size
-        self.update_eviction_metrics(num_tokens, start)
-        return EvictResult(num_tokens_evicted=num_tokens)
+        return self._evict(max(num_pages, self._places.num_blocks // _SHARE) if num_pages > 0 else 0)
 
     # What proves
 
@@ -345,6 +340,21 @@ class RadixKVCache(BasePrefixCache):
     sanity_check = check
 
     # Inside
+
+    def _evict(self, num_pages: int) -> EvictResult:
+        if self.disable or num_pages <= 0 or not self._tree.num_evictable:
+            return EvictResult()
+        start = time.perf_counter()  # for the metrics
+        freed = array("i")
+        self._tree.evict(num_pages, freed, _STUMP // self.page_size)
+        index = self._index(freed)
+        self.token_to_kv_pool_allocator.free_segment(self._slots_of(self._pages.index_select(0, index)), start_pos=0)
+        self._pages.index_fill_(0, index, _FREE)
+        self._places.give(freed)
+        self.kv_events.removed(freed)
+        num_tokens = len(freed) * self.page_size
+        self.update_eviction_metrics(num_tokens, start)
+        return EvictResult(num_tokens_evicted=num_tokens)
 
     def _look(self, key: RadixKey) -> Prefix:
         num = self._num_keys(key)
@@ -445,6 +455,7 @@ def _policy_maker(name: str, options: dict[str, Any] | None) -> Callable[[], Pol
 
 _COUNTS = ("num_tokens", "num_cached_tokens", "position", "num_lost_tokens")  # of an explanation, in tokens
 _FREE = -1  # the page of a free place
+_SHARE = 256  # see `evict_for_alloc`
 _STUMP = 15  # tokens that are not worth keeping when as many before them are evicted; matters to pages below 16
 _POLICIES: dict[str, Callable[[], Policy]] = {
     **POLICIES,
