@@ -36,7 +36,7 @@ RECORDS = {  # -> classes of which it reads or makes fields
 ENUMS = {"disaggregation.kv_events": ["StorageMedium"]}
 FUNCTIONS = {
     "mem_cache.registry": ["register_radix_cache_backend", "get_radix_cache_factory", "create_tree_cache"],
-    "mem_cache.utils": ["get_eviction_strategy", "compute_node_event_hash_values"],
+    "mem_cache.utils": ["get_eviction_strategy", "compute_node_event_hash_values", "get_hash_str"],
     "mem_cache.common": ["match_kv_cache", "checkpoint_kv_cache", "release_kv_cache", "evict_from_tree_cache"],
     "plugins": ["load_plugins"],
     "runtime_context": ["get_memory"],

@@ -9,7 +9,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ class Prefix:
     name: Name = None
     node: int = NO_NODE
     serial: int = 0
-    key: bytes | None = None  # what the tree compares; None of a prefix that is locked from the start
+    key: bytes | None = field(default=None, repr=False)  # what the tree compares; None of what was published
 
 
 _EMPTY = Prefix(0)
@@ -209,13 +209,9 @@ class RadixKVCache(BasePrefixCache):
         """
         if self.disable:
             return DecLockRefResult(delta=0)
-        lock = None if params is None else params.node_id
+        lock = self._given(params)
         if lock is None:
-            raise ValueError("dec_lock_ref needs the receipt that inc_lock_ref returned")
-        if lock < self._first_lock:
             return DecLockRefResult(delta=0)
-        if lock not in self._locks:
-            raise ValueError(f"lock {lock} was released before")
         before = self._tree.num_evictable
         held, priority = self._locks.pop(lock)
         if held != NO_NODE:
@@ -231,7 +227,8 @@ class RadixKVCache(BasePrefixCache):
         Where somebody else published the same tokens first, its row is pointed at their slots, and its own are freed.
         O(new tokens); nothing is read from the device.
 
-        Raises: ValueError where what the request has locked is not what counts as the cache's of its row.
+        Raises: ValueError where what the request has locked is not what counts as the cache's of its row, or its lock
+        was released before.
         """
         kv, page, tree = req.kv, self.page_size, self._tree
         start = kv.cache_protected_len
@@ -239,17 +236,18 @@ class RadixKVCache(BasePrefixCache):
         end -= end % page
         if self.disable:
             return
-        lock, locked, node = None, 0, NO_NODE
-        if req.lock is not None:
-            lock, locked = req.lock.receipt.node_id, req.lock.node.num_tokens
-            if lock < self._first_lock:
-                return  # subtle: it began before a reset, and what it computed with is not to be matched
-            node = self._locks[lock][0]
-            self._locks[lock] = node, req.priority or 0
-        if end <= start:
-            return
+        lock, node = None, NO_NODE
+        locked = req.lock.node.num_tokens if req.lock else 0
         if locked != start:
             raise ValueError(f"request {req.rid} has locked {locked} tokens, but {start} of its row are the cache's")
+        if req.lock:
+            lock = self._given(req.lock.receipt)
+            if lock is None:
+                return  # subtle: it began before a reset, and what it computed with is not to be matched
+            node = self._locks[lock][0]
+            self._locks[lock] = node, req.priority or 0  # from now on it counts as a use
+        if end <= start:
+            return
         name = _name(req.extra_key, req.cache_salt)
         tokens = req.full_untruncated_fill_ids
         key = self._key(tokens, start, end)
@@ -414,6 +412,17 @@ class RadixKVCache(BasePrefixCache):
             key = RadixKey(tokens, whose.extra_key, self._pairs, cache_salt=whose.cache_salt)
             self.kv_events.stored(above[-1] if above else None, places, key, session)
         return self._tree.insert(node, bytearray(edge), places)
+
+    def _given(self, receipt: DecLockRefParams | None) -> int | None:
+        """The lock of a receipt, None where it is of before a reset. Raises: ValueError."""
+        lock: int | None = None if receipt is None else receipt.node_id
+        if lock is None:
+            raise ValueError("a lock is given back with the receipt that inc_lock_ref returned")
+        if lock < self._first_lock:
+            return None
+        if lock not in self._locks:
+            raise ValueError(f"lock {lock} was released before")
+        return lock
 
     def _new_lock(self, node: int, priority: int | None) -> int:
         lock = self._next_lock

@@ -7,6 +7,7 @@ from typing import Any
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, StorageMedium
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_hash_str
 
 
 class Recorder(KVCacheEventRecorder):
@@ -14,6 +15,8 @@ class Recorder(KVCacheEventRecorder):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        if self.enabled:
+            get_hash_str(RadixKey(array("q", [0])), None, 1)  # builds SGLang's hash now, not within a request
         self._announced: dict[int, tuple[int, str]] = {}  # place -> (block hash, the hash that the next goes on from)
         self._new: list[int] = []
 
