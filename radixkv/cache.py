@@ -4,9 +4,9 @@ import operator
 import os
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from radixkv.errors import OutOfBlocksError
 from radixkv.explanation import Explanation, explain
@@ -14,7 +14,7 @@ from radixkv.policy import make_policy
 from radixkv.pool import BlockPool
 from radixkv.stats import Stats
 from radixkv.tokens import TOKEN_BYTES, Tokens, check_range, check_token, pack
-from radixkv.tree import NO_NODE, Policy, RadixTree, Trail, typed_name
+from radixkv.tree import NO_NODE, Policy, RadixTree, Run, Trail, shown_name, typed_name
 
 if TYPE_CHECKING:
     from radixkv.record import Recorder
@@ -23,6 +23,28 @@ _MAX_BLOCKS = 2**31 - 1  # block ids are int32
 _MAX_BLOCK_SIZE = 2**20
 _NOTHING = range(0)
 _NO_BLOCKS = array("i")  # shared, never changed in place
+
+
+class EventSink(Protocol):
+    """Hears what can be matched and what no longer can, right after it changed; see `radixkv.events`.
+
+    It must neither fail nor wait, nor call the cache but for `runs`. What it is given it may keep.
+    """
+
+    def attach(self, num_blocks: int, block_size: int, runs: "Callable[[], Iterable[Run]]") -> None:
+        """Called once, by the new cache. `runs()` is all that is cached, parents before their children. O(tree)."""
+
+    def check_namespace(self, namespace: Hashable) -> None:
+        """Raises: ValueError or TypeError for a namespace that cannot be named outside."""
+
+    def stored(self, namespace: Hashable, parent: int | None, tokens: bytes, blocks: "array[int]") -> None:
+        """`blocks` hold `tokens`, packed, and continue block `parent`; None: the start of a prompt."""
+
+    def removed(self, blocks: "array[int]") -> None:
+        """No block stands before one that was built on it."""
+
+    def cleared(self) -> None:
+        """Nothing is cached any more."""
 
 
 class Request:
@@ -154,14 +176,16 @@ class PrefixCache:
         *,
         policy: str | Policy = "lru",
         swap_duplicates: bool = True,
+        events: EventSink | None = None,
         record: "str | os.PathLike[str] | Recorder | None" = None,
     ) -> None:
         """A cache of `num_blocks` blocks of `block_size` tokens each, 4 bytes a block before anything is cached.
 
         `policy` is "lru", "lfu", "fifo", "slru", "priority" or an object of one's own (see `radixkv.policy`). Where two
         requests computed the same block, the later table is switched to the cached copy by `commit`; with
-        `swap_duplicates=False` tables only ever grow, and the request keeps its copy until it is freed. `record` names
-        a file to which a trace is written that can be replayed, of hashes (see `radixkv.record`).
+        `swap_duplicates=False` tables only ever grow, and the request keeps its copy until it is freed. `events` hears
+        what can be matched, to tell routers (see `radixkv.events`). `record` names a file to which a trace is written
+        that can be replayed, of hashes (see `radixkv.record`).
         """
         self._num_blocks = _integer("num_blocks", num_blocks, 1, _MAX_BLOCKS)
         self._block_size = _integer("block_size", block_size, 1, _MAX_BLOCK_SIZE)
@@ -171,6 +195,12 @@ class PrefixCache:
         self._tree = RadixTree(self._block_size, self._policy)
         self._stats = Stats()
         self._running: set[Request] = set()
+        self._events = events
+        if events is not None:
+            for name in ("attach", "check_namespace", "stored", "removed", "cleared"):
+                if isinstance(events, type) or not callable(getattr(events, name, None)):
+                    raise TypeError(f"events must be an object such as radixkv.events.ZmqPublisher, got {events!r}")
+            events.attach(self._num_blocks, self._block_size, self._runs)
         self.record: Recorder | None = None
         if record is not None:
             from radixkv.record import start_record  # here: importing radixkv stays fast
@@ -235,6 +265,18 @@ class PrefixCache:
         check_range(key, hit * self._tree.width)
         return hit * self._block_size
 
+    def num_missing_blocks(self, tokens: Tokens | Lookup, *, namespace: Hashable = None) -> int:
+        """How many blocks `allocate` would need beyond those that are free or evictable: 0 where it fits now.
+
+        For schedulers that ask before they take. Changes nothing. Cost as `match`.
+        """
+        lookup = tokens if isinstance(tokens, Lookup) else self.lookup(tokens, namespace=namespace)
+        self._follow(lookup, namespace)
+        tree, size, num_tokens = self._tree, self._block_size, lookup.num_tokens
+        path, num_hit, part = tree.found(lookup._trail, (num_tokens - 1) // size * tree.width)
+        num_room = len(self._pool) + tree.num_evictable - tree.num_evictable_on(path, part)
+        return max(0, (num_tokens + size - 1) // size - num_hit - num_room)
+
     # The life of a request
 
     def allocate(
@@ -272,6 +314,8 @@ class PrefixCache:
         if type(min_prefill_tokens) is not int or min_prefill_tokens < 0:
             min_prefill_tokens = _integer("min_prefill_tokens", min_prefill_tokens, 0, None)
         name = lookup._name if lookup else None if namespace is None else typed_name(namespace)
+        if name is not None and self._events is not None:
+            self._events.check_namespace(shown_name(name))
         if not num_tokens:
             raise ValueError("a prompt must have at least 1 token, got 0")
         size = self._block_size
@@ -372,10 +416,15 @@ class PrefixCache:
             else:
                 request._duplicates = request._duplicates + own
             first = after
-        if pos < stop:
-            node = tree.insert(node, bytearray(memoryview(key)[pos:stop]), table[first : end // size])
-        request._node = node
         request._published = end
+        if pos == stop:
+            request._node = node
+            return changed
+        blocks = table[first : end // size]
+        before = None if self._events is None else tree.last_block(node)
+        request._node = tree.insert(node, bytearray(memoryview(key)[pos:stop]), blocks)
+        if self._events is not None:
+            self._events.stored(shown_name(tree.name(request._root)), before, key[pos:stop], blocks)
         return changed
 
     def append(self, request: Request, tokens: int | Tokens) -> None:
@@ -509,18 +558,33 @@ class PrefixCache:
 
         In the policy's order, each leaf from its tail, so no block goes before what was built on it.
         """
-        return self._evict(_integer("num_blocks", num_blocks, 0, None)).tolist()
+        evicted = self._evict(_integer("num_blocks", num_blocks, 0, None)).tolist()
+        self._stats.evicted_by_call += len(evicted)
+        return evicted
 
     def reset(self) -> None:
         """Forget every prefix (new weights, say). Running requests go on, but nothing old and nothing that they commit
         from now on is matched; their blocks come back when they are freed. O(tree)."""
+        self._stats.forgotten_blocks += self._tree.num_blocks
         for name in self._tree.names():
             self._pool.give(self._tree.drop(name))
         self._tree.evicted.clear()
+        if self._events is not None:
+            self._events.cleared()
 
     def clear(self, namespace: Hashable) -> None:
         """As `reset`, for one namespace (an adapter was reloaded, say). O(its part of the tree)."""
-        self._pool.give(self._tree.drop(typed_name(namespace)))
+        name = typed_name(namespace)
+        gone = array("i")
+        if self._events is not None:
+            for _, _, _, blocks in self._tree.runs([name]):
+                gone += blocks
+            gone.reverse()
+        num_cached = self._tree.num_blocks
+        self._pool.give(self._tree.drop(name))
+        self._stats.forgotten_blocks += num_cached - self._tree.num_blocks
+        if self._events is not None and gone:
+            self._events.removed(gone)
 
     def explain(self, tokens: Tokens, *, namespace: Hashable = None) -> Explanation:
         """Why the hit of `tokens` ends where it does. Changes nothing.
@@ -592,6 +656,7 @@ class PrefixCache:
                 self._stats.failed_allocations += 1
                 raise OutOfBlocksError(num, len(self._pool), self._tree.num_evictable)
             self._evict(short)
+            self._stats.evicted_for_room += short
         return self._pool.take(num)
 
     def _evict(self, num: int) -> "array[int]":
@@ -601,7 +666,12 @@ class PrefixCache:
         finally:  # whatever a policy of somebody's own raises, no block is lost
             self._pool.give(freed)
             self._stats.evicted_blocks += len(freed)
+            if self._events is not None and freed:
+                self._events.removed(freed)
         return freed
+
+    def _runs(self) -> Iterable[Run]:
+        return self._tree.runs(self._tree.names())
 
     def _not_ours(self, request: object) -> Exception:
         if not isinstance(request, Request):

@@ -199,7 +199,7 @@ def start_record(cache: Any, record: "str | os.PathLike[str] | Recorder") -> Rec
         if options.get("cacheable", True):
             spare = min(1, options.get("min_prefill_tokens", 1))  # what else is left to prefill is not told
             asked = 0 if options.get("resumed", False) else request.num_tokens - spare
-            namespace = options.get("namespace", getattr(tokens, "namespace", None))  # a lookup has its own
+            namespace = getattr(tokens, "namespace", options.get("namespace"))  # a lookup has its own
             recorder.began(request, namespace, size, asked)
         return request
 

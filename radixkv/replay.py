@@ -75,9 +75,10 @@ def replayed(
     trace: Trace, capacity: int | None, policy: str | Policy = "lru", *, progress: Progress | None = None
 ) -> Iterator[tuple[IdRequest | TokenRequest, int]]:
     """As `replay`, request by request: each with its number of hit blocks."""
-    if isinstance(trace, IdTrace):
-        return _replay_ids(trace, capacity, policy, progress)
-    return _replay_tokens(trace, capacity, policy, progress)
+    cache = PrefixCache(num_blocks_needed(trace, capacity), block_tokens(trace), policy=policy)
+    requests: Sequence[IdRequest | TokenRequest] = trace.requests
+    for request in watched(requests, progress):
+        yield request, serve(cache, request)
 
 
 def default_capacities(num_blocks: int) -> list[int | None]:
@@ -89,47 +90,45 @@ def default_capacities(num_blocks: int) -> list[int | None]:
     return [*sorted(capacities), None]
 
 
-def _replay_ids(
-    trace: IdTrace, capacity: int | None, policy: str | Policy, progress: Progress | None
-) -> Iterator[tuple[IdRequest, int]]:
-    """Every id is one token in a block of one: ids are chained, so the tree of ids is the tree of prefixes."""
-    num_blocks = _at_most(capacity, trace.num_blocks)
-    cache = PrefixCache(num_blocks, 1, policy=policy)
-    for request in _watched(trace.requests, progress):
+def serve(cache: PrefixCache, request: IdRequest | TokenRequest) -> int:
+    """Live one request from beginning to end in a cache of its trace's blocks (see `block_tokens`); returns hit blocks.
+
+    Of an `IdRequest` every id is one token in a block of one: ids are chained, so the tree of ids is the tree of
+    prefixes. A `TokenRequest` lives as in an engine: at least one token is prefilled, and the last token of the answer
+    never has KV.
+    """
+    room = cache.num_blocks * cache.block_size * TOKEN_BYTES
+    if isinstance(request, IdRequest):
         path = packed_ids(request.runs if request.path is None else request.path)
         if not path:
-            yield request, 0
-            continue
-        running = cache.allocate(path[: num_blocks * TOKEN_BYTES], min_prefill_tokens=0)
-        yield request, min(running.num_cached_tokens, request.num_blocks)
+            return 0
+        running = cache.allocate(path[:room], min_prefill_tokens=0)
+        hit = min(running.num_cached_tokens, request.num_blocks)
         cache.commit(running)
-        cache.free(running)
-
-
-def _replay_tokens(
-    trace: TokenTrace, capacity: int | None, policy: str | Policy, progress: Progress | None
-) -> Iterator[tuple[TokenRequest, int]]:
-    """As an engine does: at least one token is prefilled, and the last token of the answer never has KV."""
-    block_size = trace.block_size
-    longest = max(
-        -(-(request.num_prompt_tokens + request.num_output_tokens) // block_size) for request in trace.requests
-    )
-    num_blocks = _at_most(capacity, trace.num_blocks + longest)  # all that is cached, and the blocks of one request
-    cache = PrefixCache(num_blocks, block_size, policy=policy)
-    room = num_blocks * block_size * TOKEN_BYTES
-    for request in _watched(trace.requests, progress):
+    else:
         running = cache.allocate(request.tokens[:room], namespace=request.namespace)
-        yield request, running.num_cached_tokens // block_size
+        hit = running.num_cached_tokens // cache.block_size
         cache.commit(running)
         output = request.output_tokens[: max(0, room - len(request.tokens))]
         if output:
             cache.append(running, output)
             cache.commit(running, running.num_tokens - 1)
-        cache.free(running)
+    cache.free(running)
+    return hit
 
 
-def _at_most(capacity: int | None, num_needed: int) -> int:
-    return max(1, num_needed if capacity is None else min(capacity, num_needed))
+def block_tokens(trace: Trace) -> int:
+    """The block size of a cache for `serve`."""
+    return 1 if isinstance(trace, IdTrace) else trace.block_size
+
+
+def num_blocks_needed(trace: Trace, capacity: int | None) -> int:
+    """Of `capacity` blocks, as many as the trace could ever use; None for no bound."""
+    num = trace.num_blocks
+    if isinstance(trace, TokenTrace):  # all that is cached, and the blocks of one request
+        sizes = (request.num_prompt_tokens + request.num_output_tokens for request in trace.requests)
+        num += max(-(-size // trace.block_size) for size in sizes)
+    return max(1, num if capacity is None else min(capacity, num))
 
 
 def packed_ids(runs: "array[int]") -> bytes:
@@ -139,7 +138,8 @@ def packed_ids(runs: "array[int]") -> bytes:
     )
 
 
-def _watched(requests: Sequence[_Request], progress: Progress | None) -> Iterator[_Request]:
+def watched(requests: Sequence[_Request], progress: Progress | None) -> Iterator[_Request]:
+    """The requests, telling `progress` now and then."""
     for number, request in enumerate(requests):
         if progress is not None and number % 64 == 0:
             progress(number / len(requests))

@@ -5,7 +5,7 @@ garbage collector looks at, so a full collection at a million leaves costs nothi
 """
 
 from array import array
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Protocol, TypeAlias
 
 from radixkv.evicted import EvictedPrefixes
@@ -14,6 +14,8 @@ from radixkv.tokens import TOKEN_BYTES, common_units
 BLOCK_BYTES = 4  # a block id, packed
 NO_NODE = -1
 Name: TypeAlias = Hashable  # a namespace as a typed value, see `typed_name`
+# Blocks of one path: namespace, the block that they continue (None at the start of a prompt), packed tokens, block ids.
+Run: TypeAlias = "tuple[Hashable, int | None, bytes, array[int]]"
 # Where a prompt was matched before: its root and the nodes behind that, each with its id and the byte where it ends.
 Trail: TypeAlias = "list[tuple[int, int, int]]"
 
@@ -110,6 +112,10 @@ class RadixTree:
     def root(self, name: Name) -> int:
         """The root of a namespace, NO_NODE where nothing is cached under it."""
         return self._roots.get(name, NO_NODE)
+
+    def name(self, root: int) -> Name:
+        """The namespace of a live root."""
+        return self._names[root]
 
     def is_live(self, root: int) -> bool:
         """Whether what is cached under `root` can be matched."""
@@ -416,6 +422,19 @@ class RadixTree:
     def names(self) -> list[Name]:
         """The namespaces under which something is cached or held."""
         return list(self._roots)
+
+    def runs(self, names: Iterable[Name]) -> Iterator[Run]:
+        """All that is cached under the namespaces, a run a node, parents before their children. O(their part)."""
+        for name in names:
+            namespace = shown_name(name)
+            for node in self._descendants(self._roots.get(name, NO_NODE)):
+                blocks = array("i", bytes(self._blocks[node]))
+                yield namespace, self.last_block(self._parents[node]), bytes(self._edges[node]), blocks
+
+    def last_block(self, node: int) -> int | None:
+        """The block that ends with `node`; None for a root."""
+        blocks = self._blocks.get(node)
+        return None if blocks is None else int.from_bytes(blocks[-BLOCK_BYTES:], "little")
 
     # What explains and proves
 

@@ -60,6 +60,32 @@ def test_the_table_has_a_row_for_each_policy_and_capacity_and_defines_its_rates(
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_workers_are_replayed_behind_each_router(capsys, trace):
+    options = ["--capacity", "inf", "--workers", "2", "--router", "round-robin,prefix"]
+    assert main(["replay", str(trace), *options]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "tokens a block: 512\nworkers: 2\n" in out
+    rows = [line.split()[:-2] for line in out.splitlines() if line.startswith("lru ")]
+    assert rows == [
+        ["lru", "round-robin", "inf", "33.33", "1,024", "33.33", "1.00"],
+        ["lru", "prefix", "inf", "66.67", "2,048", "66.67", "2.00"],
+    ]
+    assert "most / mean: tokens to prefill" in out
+    assert max(map(len, out.splitlines())) <= 80
+    shown = run_json(capsys, trace, *options)["rows"]
+    assert [(row["router"], row["num_requests"], row["prefill_tokens"]) for row in shown] == [
+        ("round-robin", [2, 1], [1024, 1024]),
+        ("prefix", [3, 0], [1024, 0]),
+    ]
+
+
+def test_what_routing_needs_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "radixkv.routing", None)
+    line = refused(capsys, "replay", "--limit", "1", "--workers", "2")
+    assert "--workers: radixkv.routing is not installed: pip install 'radixkv[events]'" in line
+
+
 def test_without_a_trace_the_synthetic_workload_is_replayed(capsys):
     assert main(["replay", "--capacity", "500"]) == 0
     out = capsys.readouterr().out
@@ -80,6 +106,7 @@ def test_json_alone_goes_to_stdout(capsys, trace):
         "trace": str(trace),
         "requests": 3,
         "block_size": 512,
+        "tokenizer": None,
         "rows": [
             {"policy": "lru", "capacity_blocks": 1, "hit_blocks": 2, "hit_tokens": 1024, **counts},
             {"policy": "lru", "capacity_blocks": None, "hit_blocks": 4, "hit_tokens": 2048, **counts},
@@ -106,6 +133,60 @@ def test_options_reach_the_trace(capsys, trace):
     assert run_json(capsys, "--limit", "9", "--block-size", "8")["requests"] == 9
     first, other = (run_json(capsys, "--limit", "50", "--capacity", "inf", "--seed", seed) for seed in (1, 2))
     assert first["rows"][0]["prompt_tokens"] != other["rows"][0]["prompt_tokens"]
+
+
+def test_several_files_are_merged_by_time(capsys, trace, tmp_path):
+    late = tmp_path / "late"
+    late.write_text(GOOD.replace('p": 0', 'p": 9000').replace("[0, 1]", "[0, 2]"))
+    between = tmp_path / "between.gz"
+    between.write_bytes(gzip.compress(GOOD.replace('p": 0', 'p": 5000').replace("[0, 1]", "[0, 3]").encode()))
+    result = run_json(capsys, late, trace, between, "--capacity", "2")
+    assert (result["requests"], result["trace"]) == (5, f"{late} and 2 more")
+    assert result["rows"][0]["hit_blocks"] == 2 + 2 + 1 + 1
+    assert main(["replay", str(late), str(trace)]) == 0
+    assert capsys.readouterr().out.startswith("late and 1 more\nrequests: 4, distinct blocks: 3, ")
+
+
+def test_a_bad_line_is_named_in_its_own_file(capsys, trace, tmp_path):
+    (tmp_path / "other").write_text(GOOD + "bad\n")
+    assert refused(capsys, "replay", trace, tmp_path / "other").startswith(f"radixkv: {tmp_path / 'other'}:2: not JSON")
+    assert run_json(capsys, trace, tmp_path / "other", "--skip-bad")["skipped"] == 1
+
+
+@pytest.mark.parametrize("command", [["replay"], ["plan", "--model", "llama-3.1-8b", "--trace"]])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_dash_is_stdin_beside_files_too(trace, command, pack):
+    run = subprocess.run(
+        [*RADIXKV, *command, "-", "--json", "-"], input=pack(GOOD.encode() * 2), capture_output=True, check=True
+    )
+    assert b'"stdin"' in run.stdout
+    more = ["--trace"] * (command[0] == "plan") + [str(trace)]
+    both = subprocess.run(
+        [*RADIXKV, *command, "-", *more], input=pack(GOOD.encode() * 2), capture_output=True, check=True
+    )
+    assert b"stdin and 1 more" in both.stdout
+
+
+def test_text_is_replayed_in_the_tokens_of_a_tokenizer_which_is_named(capsys, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<unk>": 0, "extraordinary": 1, "there": 2}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = tmp_path / "tokenizer.json"
+    made.save(str(tokenizer))
+    chat = {"model": "m", "messages": [{"role": "user", "content": "extraordinary there " * 40}]}
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(chat) + "\n" + json.dumps(chat) + "\n")
+    named = run_json(capsys, path, "--tokenizer", tokenizer, "--capacity", "inf")
+    built_in = run_json(capsys, path, "--capacity", "inf")
+    assert (named["tokenizer"], built_in["tokenizer"]) == ("tokenizer.json", "built-in")
+    assert 80 < named["rows"][0]["prompt_tokens"] / 2 < 90 < built_in["rows"][0]["prompt_tokens"] / 2
+    assert named["rows"][0]["hit_tokens"] == 80
+    for command in ("replay", "curve", "explain"):
+        assert main([command, str(path)]) == 0
+        assert "tokens: built-in chunks of text" in capsys.readouterr().out
+        assert main([command, str(path), "--tokenizer", str(tokenizer)]) == 0
+        assert "tokens: tokenizer.json\n" in capsys.readouterr().out
 
 
 def test_repeated_capacities_and_policies_run_once(capsys, trace):
@@ -139,12 +220,27 @@ def test_the_version_and_the_help_are_printed(capsys):
         (["--concurrency", "0"], "'--concurrency': must be a whole number from 1 to"),
         (["--seed", "1.5"], "'--seed': must be a whole number from 0 to 2147483647, got '1.5'"),
         (["--synthetic", "FILE"], "--synthetic: not with a TRACE (FILE)"),
-        (["a", "b"], "unexpected extra argument"),
+        (["-", "-"], "TRACE: stdin (-) can be read once only"),
+        (["--tokenizer", "no/file", "FILE"], "--tokenizer: there is no file or folder 'no/file'"),
+        (["--workers", "0"], "'--workers': must be a whole number from 1 to 1024, got '0'"),
+        (
+            ["--workers", "2", "--router", "random"],
+            "--router: 'random' is not one of prefix, round-robin, least-loaded",
+        ),
+        (["--router", "prefix"], "--router: chooses between --workers, of which there are none"),
         (["--frobnicate"], "--frobnicate"),
     ],
 )
 def test_bad_arguments_get_one_line_with_value_and_bound(capsys, arguments, message):
     assert message in refused(capsys, "replay", *arguments)
+
+
+def test_the_demo_says_what_to_install_and_shows_the_replay(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["demo"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "left out. SmolLM2 needs torch: pip install 'radixkv[demo]'" in out
+    assert "synthetic requests: 2,000, " in out
 
 
 def test_an_unknown_command_gets_one_line(capsys):

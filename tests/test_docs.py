@@ -9,9 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+NAMES = "design", "engine", "events", "integrations", "lab", "metrics", "router"
+PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/engine.md", "docs/lab.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_examples_run_and_print_what_they_show(page: str) -> None:
     """A page's blocks run one after the other in one namespace; a `text` block right below is what one prints."""
     blocks = BLOCK.findall((ROOT / page).read_text())

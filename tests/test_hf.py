@@ -602,6 +602,22 @@ def test_what_cannot_be_served_bypasses_is_counted_and_logged_once(reason: str, 
     ]
 
 
+@pytest.mark.parametrize("reason", BYPASSES)
+def test_a_session_told_of_settings_that_cannot_be_served_bypasses(reason: str) -> None:
+    cache = fresh()
+    ids = prompt(2 * SIZE + 3, 43)[None]
+    mask = torch.ones_like(ids)
+    served(cache, ids)
+    settings = GREEDY | BYPASSES[reason]()
+    expected = model().generate(ids, attention_mask=mask, **GREEDY, **BYPASSES[reason]())
+    with cache.session(ids, mask, generate_kwargs=settings) as session:
+        out = model().generate(ids, attention_mask=mask, **settings, **session.kwargs)
+    assert (session.bypass, session.num_cached_tokens) == (reason, 0)
+    assert torch.equal(out, expected)
+    with cache.session(ids, mask, generate_kwargs=GREEDY) as session:
+        assert session.num_cached_tokens == 2 * SIZE
+
+
 def test_embeddings_bypass() -> None:
     cache = fresh()
     embeds = model().get_input_embeddings()(prompt(9, 44)[None])

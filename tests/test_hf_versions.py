@@ -1,4 +1,4 @@
-"""The oldest transformers that is supported: a part of test_hf.py, in an environment of its own."""
+"""The oldest transformers that is supported: a part of test_hf.py and test_engine.py, in an environment of its own."""
 
 import os
 import subprocess
@@ -13,7 +13,8 @@ OLDEST = "4.57.6"
 FAMILIES = "llama or gemma3 or llama4 or gpt2 or deepseek"
 CHOSEN = (
     f"((boundary or 0_3_and_40) and ({FAMILIES}) and not dynamic and not gemma3n) or refused or attach or pipeline "
-    "or version or ones_own or logged_once or padding or sampling or encoder_decoder or other_tokens or rotary or bf16"
+    "or version or ones_own or logged_once or padding or sampling or encoder_decoder or other_tokens or rotary or bf16 "
+    "or replies_are_those or changed_attention"
 )
 
 
@@ -37,6 +38,7 @@ def test_the_oldest_transformers_gives_the_same_replies(pytestconfig: pytest.Con
         "-p",
         "no:cacheprovider",
         str(root / "tests" / "test_hf.py"),
+        str(root / "tests" / "test_engine.py"),
         "-k",
         CHOSEN,
     ]

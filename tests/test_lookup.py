@@ -1,11 +1,12 @@
 """Lookups that are kept, touches, and decode steps: each must be what the plain calls are."""
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
 
-from radixkv import OutOfBlocksError, PrefixCache
+from radixkv import OutOfBlocksError, PrefixCache, Request
 from radixkv.policy import POLICIES
 from radixkv.replay import replay
 from radixkv.trace import read_trace
@@ -117,7 +118,7 @@ def test_a_recorded_cache_records_the_whole_prompt_of_a_lookup_in_its_namespace(
     path = tmp_path / "trace.jsonl"
     cache = PrefixCache(8, block_size=1, record=path)
     for lookup in (cache.lookup([1, 2, 3]), cache.lookup([1, 2, 3], namespace="a"), cache.lookup([1, 2, 4])):
-        request = cache.allocate(lookup)
+        request = cache.allocate(lookup, namespace=None)
         cache.commit(request)
         cache.free(request)
     assert cache.record is not None
@@ -202,6 +203,20 @@ def test_a_touch_of_part_of_a_leaf_spares_that_part() -> None:
 # Decode steps
 
 
+def test_a_token_within_a_block_allocates_nothing() -> None:
+    cache = PrefixCache(64, block_size=16)
+    request = cache.allocate(range(1000, 1300))
+    cache.append(request, range(20))  # room in the block, and in the array of what was generated
+    tokens = [*range(5000, 5012)]
+    step = iter(tokens)
+    before = sys.getallocatedblocks()
+    for token in step:
+        cache.append(request, token)
+    assert sys.getallocatedblocks() <= before + 1  # `before` itself
+    assert request.num_tokens % 16 == 332 % 16
+    assert len(request.block_table) == 21
+
+
 def test_a_decode_step_is_commit_and_append_of_each() -> None:
     one, other = PrefixCache(64, block_size=4), PrefixCache(64, block_size=4)
     prompts = [[i] * (3 + i) for i in range(6)]
@@ -263,3 +278,43 @@ def test_a_decode_step_without_room_or_of_wrong_requests_changes_nothing() -> No
     assert cache.num_cached_blocks == 0
     assert cache.decode([], []) == []
     cache.check()
+
+
+# Asking before taking
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_missing_is_what_allocate_would_lack(seed: int) -> None:
+    rng = random.Random(seed)
+    cache = PrefixCache(rng.randint(4, 20), block_size=rng.randint(1, 3))
+    running: list[Request] = []
+    refused = 0
+    for _ in range(200):
+        tokens = [rng.randrange(2) for _ in range(rng.randint(1, cache.num_blocks * cache.block_size))]
+        namespace = rng.choice([None, "a"])
+        before = repr(cache), cache.stats
+        missing = cache.num_missing_blocks(tokens, namespace=namespace)
+        lookup = cache.lookup(tokens, namespace=namespace)
+        assert cache.num_missing_blocks(lookup) == missing
+        assert (repr(cache), cache.stats) == before
+        try:
+            running.append(cache.allocate(lookup))
+        except OutOfBlocksError as error:
+            assert missing == error.needed - error.free - error.evictable > 0
+            refused += 1
+        else:
+            assert missing == 0
+            cache.commit(running[-1], rng.randint(0, len(tokens)))
+        if running and rng.random() < 0.6:
+            cache.free(running.pop(rng.randrange(len(running))))
+        cache.check()
+    assert 0 < refused < 200
+
+
+def test_what_can_never_fit_lacks_blocks_too() -> None:
+    cache = PrefixCache(4, block_size=2)
+    assert cache.num_missing_blocks(range(8)) == 0
+    assert cache.num_missing_blocks(range(20)) == 6
+    assert cache.num_missing_blocks(b"") == 0
+    with pytest.raises(ValueError, match="outside"):
+        cache.num_missing_blocks([-1])

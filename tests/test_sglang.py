@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.events import KvEventLoraNames
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.mem_cache.registry import get_radix_cache_factory
-from sglang_loop import CACHES, Loop, run_loop
+from sglang_loop import Loop, run_loops
 from sglang_signatures import RECORD, collect
 
 from radixkv.integrations import sglang as plugin
@@ -175,17 +175,16 @@ def test_the_same_calls_evict_the_same_slots(talk: Stream, policy: str) -> None:
 
 def test_two_thousand_requests_beside_sglangs_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stream = Stream(chats(tmp_path / "chats", 200, 10))
-    rows = {}
+    rows = run_loops(stream, num_slots=1 << 16, page_size=16)
     with capsys.disabled():
-        for cache in CACHES:
-            row = rows[cache] = run_loop(cache, stream, num_slots=1 << 16, page_size=16, schedule="fcfs")
+        for name, row in rows.items():
             print(
-                f"\n{cache}: {row['hit_tokens']:,} of {row['prompt_tokens']:,} tokens hit, {row['us_a_request']:.0f} us"
+                f"\n{name}: {row['hit_tokens']:,} of {row['prompt_tokens']:,} tokens hit, {row['us_a_request']:.0f} us"
             )
     ours, *others = rows.values()
     for other in others:
         assert ours["hit_tokens"] >= other["hit_tokens"]
-    assert ours["us_a_request"] < rows["SGLang RadixCache"]["us_a_request"]
+        assert ours["us_a_request"] < other["us_a_request"]
 
 
 # Prefixes that SGLang keeps

@@ -7,7 +7,7 @@ from typing import Annotated, cast
 import typer
 
 import radixkv
-from radixkv.cli import convert, curve, explain, plan, replay, report  # noqa: F401  they register their commands
+from radixkv.cli import convert, curve, demo, explain, plan, replay, report  # noqa: F401  they register their commands
 from radixkv.cli.common import app
 from radixkv.errors import TraceError
 

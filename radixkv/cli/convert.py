@@ -11,15 +11,14 @@ from typing import Annotated
 
 import typer
 
-from radixkv.cli.common import MAX_BLOCK_SIZE, advance, app, progress_bar, whole
-from radixkv.cli.reading import Concurrency, Limit, Reading, Seed, SkipBad, Tokenizer, Traces
+from radixkv.cli.common import MAX_BLOCK_SIZE, advance, command, progress_bar, whole
+from radixkv.cli.reading import Reading
 from radixkv.convert import converted
-from radixkv.trace import DEFAULT_CONCURRENCY
 
 
-@app.command("convert")
+@command("convert")
 def convert_command(
-    traces: Traces = None,
+    *,
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE|-", help="Gzipped if its name ends in .gz; - is stdout.")
     ] = "-",
@@ -40,11 +39,7 @@ def convert_command(
             show_default=False,
         ),
     ] = None,
-    limit: Limit = None,
-    concurrency: Concurrency = DEFAULT_CONCURRENCY,
-    seed: Seed = 0,
-    tokenizer: Tokenizer = None,
-    skip_bad: SkipBad = False,
+    reading: Reading,
 ) -> None:
     """Write any trace as anonymous hash_ids lines, which every command reads."""
     key = secrets.token_bytes(16) if salt is None else salt.encode("utf-8", "surrogateescape")
@@ -52,7 +47,7 @@ def convert_command(
         raise typer.BadParameter(f"must be at most 64 bytes, got {len(key)}", param_hint="--salt")
     with progress_bar() as bar:
         task = bar.add_task("reading", total=2)
-        trace = Reading(traces, limit, None, concurrency, seed, tokenizer, skip_bad).read(bar, task)
+        trace = reading.read(bar, task)
         bar.update(task, description="writing")
         try:
             records = converted(trace, block_size or trace.block_size, key)

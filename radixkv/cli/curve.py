@@ -2,35 +2,38 @@
 
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import numpy as np
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from radixkv.cli.common import advance, app, count, parse_capacities, parse_policies, progress_bar, whole, write_json
-from radixkv.cli.reading import BlockSize, Concurrency, Limit, Reading, Seed, SkipBad, Tokenizer, Traces, short_name
+from radixkv.cli.common import (
+    Json,
+    advance,
+    command,
+    count,
+    one_of,
+    parse_capacities,
+    parse_policies,
+    progress_bar,
+    show,
+    table,
+    whole,
+)
+from radixkv.cli.reading import Reading, head, print_head, short_name
 from radixkv.configs import find_model
 from radixkv.curve import DEFINITIONS, Counts, Curve
 from radixkv.plot import SUFFIXES, Chart, check, save
 from radixkv.policy import POLICIES
 from radixkv.replay import default_capacities, replayed
 from radixkv.report import charts
-from radixkv.trace import DEFAULT_CONCURRENCY, IdTrace, Trace
+from radixkv.trace import IdTrace, Trace
 
 _TTLS = [60.0, 300.0, 3600.0]  # s
 _UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
 _GIB = 1 << 30
 _MAX_KV_BYTES = 1 << 30  # a token
-
-
-def parse_rate(text: str) -> str:
-    if text not in DEFINITIONS:
-        raise typer.BadParameter(f"{text[:40]!r} is not one of {', '.join(DEFINITIONS)}")
-    return text
 
 
 def parse_seconds(text: str) -> list[float]:
@@ -45,37 +48,67 @@ def parse_seconds(text: str) -> list[float]:
     return sorted(set(seconds))
 
 
-Rate: TypeAlias = Annotated[
-    str,
-    typer.Option("--rate", parser=parse_rate, metavar="NAME", help=f"What a hit rate is: {', '.join(DEFINITIONS)}."),
-]
-Policies: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--policy", help=f"Beside LRU, by replay: {', '.join(POLICIES)}.", show_default=False),
-]
-Ttls: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--ttl", metavar="T,...", help="What is kept so long after its last use: 60,5min,1h.", show_default=False
-    ),
-]
-KvBytes: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-bytes-per-token",
-        parser=whole(1, _MAX_KV_BYTES),
-        metavar="N",
-        help="To show capacities in GiB too.",
-        show_default=False,
-    ),
-]
-ModelName: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--model", metavar="NAME", help="As that, of a preset (radixkv plan --list).", show_default=False),
-]
-Json: TypeAlias = Annotated[
-    str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON too; with - nothing but JSON to stdout.")
-]
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked of a curve: the options of commands that show one."""
+
+    at: Annotated[
+        str | None,
+        typer.Option(
+            "--at",
+            metavar="N,...",
+            help="Capacities in blocks: 1000,3000,inf. Default: shares of the trace's.",
+            show_default=False,
+        ),
+    ] = None
+    rate: Annotated[
+        str,
+        typer.Option(
+            "--rate",
+            parser=one_of(DEFINITIONS),
+            metavar="NAME",
+            help=f"What a hit rate is: {', '.join(DEFINITIONS)}.",
+        ),
+    ] = "block"
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy", metavar="NAME,...", help=f"Beside LRU, by replay: {', '.join(POLICIES)}.", show_default=False
+        ),
+    ] = None
+    kv_bytes_per_token: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-bytes-per-token",
+            parser=whole(1, _MAX_KV_BYTES),
+            metavar="N",
+            help="To show capacities in GiB too.",
+            show_default=False,
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="As that, of a preset (radixkv plan --list).", show_default=False),
+    ] = None
+
+    def capacities(self) -> list[int | None] | None:
+        """None for the default. Raises: typer.BadParameter, like the others."""
+        return parse_capacities(self.at, "--at")
+
+    def policies(self) -> list[str]:
+        return [] if self.policy is None else parse_policies(self.policy)
+
+    def kv_bytes(self) -> int | None:
+        """Of a token."""
+        if self.model is None:
+            return self.kv_bytes_per_token
+        if self.kv_bytes_per_token is not None:
+            raise typer.BadParameter("not with --kv-bytes-per-token", param_hint="--model")
+        try:
+            found = find_model(self.model)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--model") from None
+        return found.kv_bytes_per_token(found.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,70 +130,47 @@ class Kept:
     most_blocks: int  # at once
 
 
-@app.command("curve")
+@command("curve")
 def curve_command(
-    traces: Traces = None,
-    at: Annotated[
+    *,
+    asked: Asked,
+    ttl: Annotated[
         str | None,
-        typer.Option(help="Capacities in blocks: 1000,3000,inf. Default: shares of the trace's.", show_default=False),
+        typer.Option(metavar="T,...", help="What is kept so long after its last use: 60,5min,1h.", show_default=False),
     ] = None,
-    rate: Rate = "block",
-    policy: Policies = None,
-    ttl: Ttls = None,
-    kv_bytes_per_token: KvBytes = None,
-    model: ModelName = None,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE", help=f"Draw it: {', '.join(SUFFIXES)}.", show_default=False)
     ] = None,
     json_file: Json = None,
-    limit: Limit = None,
-    block_size: BlockSize = None,
-    concurrency: Concurrency = DEFAULT_CONCURRENCY,
-    seed: Seed = 0,
-    tokenizer: Tokenizer = None,
-    skip_bad: SkipBad = False,
+    reading: Reading,
 ) -> None:
     """Hits at every capacity, from one pass: LRU, the optimum, a time to live, and where the knee is."""
-    kv_bytes = find_kv_bytes(kv_bytes_per_token, model)
-    asked = parse_at(at) if at is not None else None
-    policies = parse_policies(policy) if policy is not None else []
+    kv_bytes, capacities, policies = asked.kv_bytes(), asked.capacities(), asked.policies()
     ttls = parse_seconds(ttl) if ttl is not None else None
     if plot is not None:
         _check_plot(plot)
-    reading = Reading(traces, limit, block_size, concurrency, seed, tokenizer, skip_bad)
-    trace, curve, rows = compute(reading, asked, policies)
+    trace, curve, rows = compute(reading, capacities, policies)
     kept = _keep(curve, trace, ttls)
-    try:
-        if json_file is not None:
-            write_json(json_file, _result(trace, curve, rows, kept, kv_bytes))
-    finally:  # the table may be the last thing that is read of stdout
-        if json_file != "-":
-            _print(trace, curve, rows, kept, rate, kv_bytes)
+    show(
+        json_file,
+        lambda: _result(trace, curve, rows, kept, kv_bytes),
+        lambda: _print(trace, curve, rows, kept, asked.rate, kv_bytes),
+    )
     if plot is not None:
         try:
-            save(draw(trace, curve, rows, rate, kv_bytes), plot)
+            save(draw(trace, curve, rows, asked.rate, kv_bytes), plot)
         except OSError as error:
             raise typer.BadParameter(f"cannot write {plot}: {error.strerror}", param_hint="--plot") from None
 
 
-def find_kv_bytes(kv_bytes_per_token: int | None, model: str | None) -> int | None:
-    if model is None:
-        return kv_bytes_per_token
-    if kv_bytes_per_token is not None:
-        raise typer.BadParameter("not with --kv-bytes-per-token", param_hint="--model")
-    try:
-        found = find_model(model)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--model") from None
-    return found.kv_bytes_per_token(found.dtype)
-
-
-def compute(reading: Reading, asked: list[int | None] | None, policies: list[str]) -> tuple[Trace, Curve, list[Row]]:
+def compute(
+    reading: Reading, capacities: list[int | None] | None, policies: list[str]
+) -> tuple[Trace, Curve, list[Row]]:
     """Read a trace and count its hits, with a progress bar."""
     with progress_bar() as bar:
         task = bar.add_task("reading", total=2)
         trace = reading.read(bar, task)
-        capacities = asked or default_capacities(trace.num_blocks)
+        capacities = capacities or default_capacities(trace.num_blocks)
         bar.update(task, description="curve", total=2 + len(capacities) * len(policies))
         curve = Curve(trace, progress=partial(advance, bar, task, 1))
         done = 2
@@ -215,13 +225,6 @@ def _show_gib(blocks: int | None, block_size: int, kv_bytes: int) -> str:
     return f"{gib:,.0f}" if gib >= 100 else f"{gib:.3g}"
 
 
-def parse_at(text: str) -> list[int | None]:
-    try:
-        return parse_capacities(text)
-    except typer.BadParameter as error:
-        raise typer.BadParameter(error.message, param_hint="--at") from None
-
-
 def _print(trace: Trace, curve: Curve, rows: list[Row], kept: list[Kept], rate: str, kv_bytes: int | None) -> None:
     console = Console(highlight=False)
 
@@ -233,36 +236,27 @@ def _print(trace: Trace, curve: Curve, rows: list[Row], kept: list[Kept], rate: 
         return [*cells, _show_gib(blocks, trace.block_size, kv_bytes)] if kv_bytes else cells
 
     units = ["capacity\nblocks", "\ntokens", *(["\nGiB"] if kv_bytes else [])]
-    console.print(
-        f"[bold]{escape(short_name(trace))}[/bold]\nrequests: {curve.num_requests:,}, "
-        f"distinct blocks: {trace.num_blocks:,}, tokens a block: {trace.block_size}\n"
-    )
-    table = _table(*units, "LRU\nhits", "\n%", "optimum\n%", *(f"{name}\n%" for name in rows[0].policies))
+    print_head(console, trace)
+    console.print()
+    shown = table(*units, "LRU\nhits", "\n%", "optimum\n%", *(f"{name}\n%" for name in rows[0].policies))
     for row in rows:
         cells = [percent(row.lru), percent(row.opt), *map(percent, row.policies.values())]
-        table.add_row(*sizes(row.capacity), count(int(row.lru.sum())), *cells)
-    console.print(table)
+        shown.add_row(*sizes(row.capacity), count(int(row.lru.sum())), *cells)
+    console.print(shown)
     knee = curve.knee()
     console.print(f"\nknee: {_listed(sizes(knee))}, LRU {percent(curve.lru_hits(knee))} %")
     for share, name in ((0.9, "90 % of all hits"), (1.0, "all hits")):
         console.print(f"{name} from {_listed(sizes(curve.capacity_for(share)))} on")
     if kept:
         console.print()
-        table = _table("kept unused\nfor", "\nhits", "\n%", "most at once\nblocks", *units[1:])
+        shown = table("kept unused\nfor", "\nhits", "\n%", "most at once\nblocks", *units[1:])
         for ttl in kept:
             cells = [count(int(ttl.hits.sum())), percent(ttl.hits), *sizes(ttl.most_blocks)]
-            table.add_row(_show_seconds(ttl.seconds), *cells)
-        console.print(table)
+            shown.add_row(_show_seconds(ttl.seconds), *cells)
+        console.print(shown)
     console.print(f"\n% is {rate}: {DEFINITIONS[rate]}")
     if not isinstance(trace, IdTrace):
         console.print("Of the blocks, one is the running request's unfinished one.")
-
-
-def _table(*headers: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
-    return table
 
 
 def _listed(sizes: list[str]) -> str:
@@ -277,10 +271,8 @@ def _result(trace: Trace, curve: Curve, rows: list[Row], kept: list[Kept], kv_by
 
     lru = curve.lru()
     knee = curve.knee()
-    result: dict[str, object] = {
-        "trace": trace.name,
-        "requests": curve.num_requests,
-        "block_size": trace.block_size,
+    return {
+        **head(trace),
         "access_blocks": curve.access_blocks,
         "distinct_blocks": trace.num_blocks,
         "kv_bytes_per_token": kv_bytes,
@@ -310,6 +302,3 @@ def _result(trace: Trace, curve: Curve, rows: list[Row], kept: list[Kept], kv_by
         ],
         "definitions": DEFINITIONS,
     }
-    if trace.skipped.num_lines:
-        result["skipped"] = trace.skipped.num_lines
-    return result

@@ -6,16 +6,13 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from radixkv.cli.common import MAX_BLOCKS, advance, app, progress_bar, whole, write_json
-from radixkv.cli.reading import BlockSize, Concurrency, Limit, Reading, Seed, SkipBad, Tokenizer, Traces, short_name
+from radixkv.cli.common import MAX_BLOCKS, Json, advance, command, progress_bar, show, table, whole
+from radixkv.cli.reading import Reading, head, print_head
 from radixkv.explain import Explained, TokenCounts, explain
-from radixkv.tokenizer import BUILT_IN
-from radixkv.trace import DEFAULT_CONCURRENCY, IdTrace, TokenTrace, Trace
+from radixkv.trace import IdTrace, Trace
 from radixkv.what_if import FORMS, Change, Setting, parse_change
 
 _MEANINGS = {
@@ -27,7 +24,6 @@ _MEANINGS = {
     "last_token": "known, but its logits are needed",
     "namespace": "known in another namespace only",
 }
-_BUILT_IN = "built-in chunks of text (name a model's own with --tokenizer)"
 _SHOWN = 40  # characters of an example
 
 
@@ -40,9 +36,9 @@ class _Row:
     explained: Explained
 
 
-@app.command("explain")
+@command("explain")
 def explain_command(
-    traces: Traces = None,
+    *,
     capacity: Annotated[
         int | None,
         typer.Option(
@@ -56,26 +52,13 @@ def explain_command(
         list[str] | None,
         typer.Option("--what-if", metavar="CHANGE", help=f"Replay with a change too: {FORMS}.", show_default=False),
     ] = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON too; with - nothing but JSON to stdout.")
-    ] = None,
-    limit: Limit = None,
-    block_size: BlockSize = None,
-    concurrency: Concurrency = DEFAULT_CONCURRENCY,
-    seed: Seed = 0,
-    tokenizer: Tokenizer = None,
-    skip_bad: SkipBad = False,
+    json_file: Json = None,
+    reading: Reading,
 ) -> None:
     """Where the misses come from, what hides a cached prefix, and what to do about it."""
     changes = [_parse(text) for text in what_if or []]
-    reading = Reading(traces, limit, block_size, concurrency, seed, tokenizer, skip_bad)
     rows = _compute(reading, capacity, changes)
-    try:
-        if json_file is not None:
-            write_json(json_file, _result(rows))
-    finally:  # the table may be the last thing that is read of stdout
-        if json_file != "-":
-            _print(rows)
+    show(json_file, lambda: _result(rows), lambda: _print(rows))
 
 
 def _parse(text: str) -> Change:
@@ -110,18 +93,15 @@ def _print(rows: list[_Row]) -> None:
     console = Console(highlight=False)
     row = rows[0]
     trace, tokens = row.setting.trace, row.explained.tokens
-    console.print(f"[bold]{escape(short_name(trace))}[/bold]\n{_sizes(trace)}")
-    reader = trace.tokenizer if isinstance(trace, TokenTrace) else None
-    if reader is not None:
-        console.print(f"tokens: {_BUILT_IN if reader.name == BUILT_IN else escape(reader.name)}")
+    print_head(console, trace)
     console.print(f"cache: {_show_cache(row.setting)}\n\nwhere the prompt tokens went")
-    table = _table("", "tokens", "%")
-    table.add_column()
+    shown = table("", "tokens", "%", left=1)
+    shown.add_column()
     for name, meaning in _MEANINGS.items():
-        table.add_row(_title(name), *_amount(getattr(tokens, name), tokens), meaning)
-    table.add_section()
-    table.add_row("all", *_amount(tokens.prompt, tokens))
-    console.print(table)
+        shown.add_row(_title(name), *_amount(getattr(tokens, name), tokens), meaning)
+    shown.add_section()
+    shown.add_row("all", *_amount(tokens.prompt, tokens))
+    console.print(shown)
     if row.explained.keeping:
         sizes = ", ".join(f"{share:.0%} in {blocks:,}" for share, blocks in row.explained.keeping)
         console.print(f"\nof what had to go for want of capacity would stay, in blocks: {sizes}")
@@ -161,26 +141,18 @@ def _print_change(console: Console, before: TokenCounts, row: _Row) -> None:
     after = row.explained.tokens
     console.print(f"\nwhat if: [bold]{escape(row.change)}[/bold]")
     console.print(f"cache: {_show_cache(row.setting)}, tokens a block: {row.setting.trace.block_size}")
-    table = _table("", "tokens", "%", "difference", "points")
+    shown = table("", "tokens", "%", "difference", "points", left=1)
     for name in (*_MEANINGS, "prompt"):
         old, new = getattr(before, name), getattr(after, name)
         points = 100 * (new / (after.prompt or 1) - old / (before.prompt or 1))
         if name == "prompt":
-            table.add_section()
+            shown.add_section()
         elif not old and not new:
             continue
-        table.add_row(
+        shown.add_row(
             "all" if name == "prompt" else _title(name), *_amount(new, after), f"{new - old:+,}", f"{points:+.2f}"
         )
-    console.print(table)
-
-
-def _table(title: str, *headers: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(title, no_wrap=True)
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
-    return table
+    console.print(shown)
 
 
 def _title(name: str) -> str:
@@ -191,30 +163,17 @@ def _amount(number: int, tokens: TokenCounts) -> tuple[str, str]:
     return f"{number:,}", f"{100 * number / (tokens.prompt or 1):.2f}"
 
 
-def _sizes(trace: Trace) -> str:
-    return (
-        f"requests: {len(trace.requests):,}, distinct blocks: {trace.num_blocks:,}, tokens a block: {trace.block_size}"
-    )
-
-
 def _show_cache(setting: Setting) -> str:
     blocks = "no bound" if setting.capacity is None else f"{setting.capacity:,} blocks, least recently used first to go"
     return blocks + (f", {setting.ttl:g} s to live" if setting.ttl is not None else "")
 
 
 def _result(rows: list[_Row]) -> dict[str, Any]:
-    trace = rows[0].setting.trace
-    reader = trace.tokenizer if isinstance(trace, TokenTrace) else None
-    result: dict[str, Any] = {
-        "trace": trace.name,
-        "requests": len(trace.requests),
-        "tokenizer": None if reader is None else reader.name,
+    return {
+        **head(rows[0].setting.trace),
         **_part(rows[0]),
         "what_if": [{"change": row.change, **_part(row)} for row in rows[1:]],
     }
-    if trace.skipped.num_lines:
-        result["skipped"] = trace.skipped.num_lines
-    return result
 
 
 def _part(row: _Row) -> dict[str, Any]:

@@ -2,19 +2,30 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from textwrap import fill
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from radixkv.cli.common import MAX_BLOCK_SIZE, advance, app, count, parse_capacities, progress_bar, whole, write_json
+from radixkv.cli.common import (
+    MAX_BLOCK_SIZE,
+    Json,
+    advance,
+    command,
+    count,
+    one_of,
+    parse_capacities,
+    progress_bar,
+    show,
+    table,
+    whole,
+)
+from radixkv.cli.reading import Reading, short_name
 from radixkv.configs import PRESETS, ConfigError, find_model, load_model
 from radixkv.models import KV_FORMATS, WEIGHT_FORMATS, Model, kv_bytes
 from radixkv.plan import (
@@ -40,7 +51,7 @@ from radixkv.plan import (
     trace_workload,
 )
 from radixkv.replay import default_capacities
-from radixkv.trace import read_trace
+from radixkv.trace import Trace
 
 _GPU = "h100"
 _CONTEXT, _OUTPUT = 8192, 256  # tokens
@@ -61,8 +72,8 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trace:
-    name: str
+class _Served:
+    trace: Trace
     workload: Workload
     rows: list[Served]
 
@@ -86,7 +97,7 @@ class _Plan:
     prices: Prices | None
     fewest_gpus: int | None  # on which the request fits, sharing the model
     estimates: list[Estimate] = field(default_factory=list)
-    trace: _Trace | None = None
+    served: _Served | None = None
     answer: _Answer | None = None
 
 
@@ -105,15 +116,6 @@ def _real(low: float, high: float) -> Callable[[str | float], float]:
     return parse
 
 
-def _one_of(names: list[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in names:
-            raise typer.BadParameter(f"{text[:40]!r} is not one of {', '.join(names)}")
-        return text
-
-    return parse
-
-
 def _prices(text: str | Prices) -> Prices:
     """A parser of INPUT,CACHED,OUTPUT."""
     if isinstance(text, Prices):
@@ -124,8 +126,9 @@ def _prices(text: str | Prices) -> Prices:
         raise typer.BadParameter(f"must be INPUT,CACHED,OUTPUT, from 0 to 1e+09 each, got {text[:40]!r}") from None
 
 
-@app.command("plan")
+@command("plan")
 def plan_command(
+    *,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="A preset, see --list.", show_default=False)] = None,
     config: Annotated[
         str | None,
@@ -150,13 +153,13 @@ def plan_command(
     kv_dtype: Annotated[
         str | None,
         typer.Option(
-            parser=_one_of(KV_FORMATS), metavar="NAME", help=f"{', '.join(KV_FORMATS)}.", show_default="the model's"
+            parser=one_of(KV_FORMATS), metavar="NAME", help=f"{', '.join(KV_FORMATS)}.", show_default="the model's"
         ),
     ] = None,
     weight_dtype: Annotated[
         str | None,
         typer.Option(
-            parser=_one_of(WEIGHT_FORMATS),
+            parser=one_of(WEIGHT_FORMATS),
             metavar="NAME",
             help=f"Of linear layers: {', '.join(WEIGHT_FORMATS)}.",
             show_default="the config's",
@@ -186,12 +189,22 @@ def plan_command(
     batch: Annotated[
         int, typer.Option(parser=whole(1, 1 << 20), metavar="N", help="Requests that decode in one pass, at most.")
     ] = MAX_BATCH,
-    trace: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A trace: what caches of each size save.", show_default=False)
+    traces: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE|-",
+            help="A trace: what caches of each size save. Several are merged by time.",
+            show_default=False,
+        ),
     ] = None,
     capacity: Annotated[
         str | None,
-        typer.Option(help="For --trace, in its blocks: 1000,3000,inf. Default: shares of them.", show_default=False),
+        typer.Option(
+            metavar="N,...",
+            help="For --trace, in its blocks: 1000,3000,inf. Default: shares of them.",
+            show_default=False,
+        ),
     ] = None,
     ttft: Annotated[
         float | None,
@@ -230,9 +243,8 @@ def plan_command(
     max_busy: Annotated[
         float, typer.Option(parser=_real(0.01, 1), metavar="X", help="For --rate: share of the time in use, at most.")
     ] = MAX_BUSY,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON too; with - nothing but JSON to stdout.")
-    ] = None,
+    json_file: Json = None,
+    reading: Reading,
 ) -> None:
     """How much memory and how many GPUs: KV, weights, what fits, how fast, what it costs."""
     if list_presets:
@@ -240,7 +252,7 @@ def plan_command(
         return
     chosen = _find_model(model, config)
     if not chosen.weights:
-        if any(option is not None for option in (gpu, trace, ttft, rate)):
+        if any(option is not None for option in (gpu, traces, ttft, rate)):
             raise typer.BadParameter(chosen.why_no_weights, param_hint="--config")
         print(f"radixkv: only KV can be planned: {chosen.why_no_weights}", file=sys.stderr)
     try:
@@ -263,8 +275,8 @@ def plan_command(
         asked = make(tp=tp) if chosen.weights else make(tp=tp or 1)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--tp") from None
-    capacities = parse_capacities(capacity) if capacity is not None else None
-    workload = _read_workload(trace) if trace is not None else None
+    capacities = parse_capacities(capacity)
+    trace, workload = _read_workload(replace(reading, traces=traces)) if traces else (None, None)
     request = _request(workload, context, output, cached)
     fitting, enough = (
         [candidate for candidate in candidates if candidate.num_requests(request.context)]
@@ -273,8 +285,8 @@ def plan_command(
     plan = _Plan((fitting or asked[-1:])[0], request, price, enough[0].tp if enough else None)
     if chosen.weights and fitting:
         plan.estimates = _estimates(plan.deployment, request, batch)
-    if chosen.weights and workload is not None:
-        plan.trace = _Trace(trace or "", workload, _serve(plan.deployment, workload, capacities, price))
+    if chosen.weights and trace is not None and workload is not None:
+        plan.served = _Served(trace, workload, _serve(plan.deployment, workload, capacities, price))
     if chosen.weights and (ttft is not None or rate is not None):
         target = Target(ttft, rate or 0.0, max_busy, batch)
         load = workload or one_request(request.prompt, request.output, cached=request.cached)
@@ -284,12 +296,7 @@ def plan_command(
             choose(fitting, load, target),
             choose(fitting, load.without_cache(), target),
         )
-    try:
-        if json_file is not None:
-            write_json(json_file, _result(plan))
-    finally:  # what is printed may be all that is left of a long trace
-        if json_file != "-":
-            _print(plan)
+    show(json_file, lambda: _result(plan), lambda: _print(plan))
 
 
 # What is asked
@@ -306,12 +313,12 @@ def _find_model(name: str | None, config: str | None) -> Model:
         raise typer.BadParameter(str(error), param_hint="--model") from None
 
 
-def _read_workload(trace: str) -> Workload:
+def _read_workload(reading: Reading) -> tuple[Trace, Workload]:
     with progress_bar() as bar:
         task = bar.add_task("reading", total=2)
-        loaded = read_trace(trace, progress=partial(advance, bar, task, 0))
+        trace = reading.read(bar, task)
         bar.update(task, description="curve")
-        return trace_workload(loaded, progress=partial(advance, bar, task, 1))
+        return trace, trace_workload(trace, progress=partial(advance, bar, task, 1))
 
 
 def _request(workload: Workload | None, context: int | None, output: int | None, cached: int) -> _Request:
@@ -383,13 +390,13 @@ def _print(plan: _Plan) -> None:
     if plan.estimates:
         console.print(f"[bold]A request[/bold] of {plan.request.prompt:,} + {plan.request.output:,} tokens\n")
         console.print(_request_table(plan), "")
-    if plan.trace:
-        console.print(f"[bold]{escape(Path(plan.trace.name).name)}[/bold]: {_about(plan.trace.workload)}\n")
-        console.print(_trace_table(deployment, plan.trace))
-        room = deployment.num_blocks * deployment.block_size // plan.trace.workload.block_size
-        console.print(f"\n{room:,} blocks of {plan.trace.workload.block_size} tokens fit on these GPUs.\n")
+    if plan.served:
+        console.print(f"[bold]{escape(short_name(plan.served.trace))}[/bold]: {_about(plan.served.workload)}\n")
+        console.print(_served_table(deployment, plan.served))
+        room = deployment.num_blocks * deployment.block_size // plan.served.workload.block_size
+        console.print(f"\n{room:,} blocks of {plan.served.workload.block_size} tokens fit on these GPUs.\n")
     if plan.answer:
-        for line in _about_answer(deployment, plan.answer, plan.trace):
+        for line in _about_answer(deployment, plan.answer, plan.served):
             console.print(line)
         console.print()
     console.print("[bold]Assumed[/bold]")
@@ -397,50 +404,42 @@ def _print(plan: _Plan) -> None:
         console.print(fill(line, console.width, initial_indent="- ", subsequent_indent="  "), markup=False)
 
 
-def _table(*headers: str, left: int = 0) -> Table:
-    """All columns are flush right but the first `left` ones."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for index, header in enumerate(headers):
-        table.add_column(header, justify="left" if index < left else "right", no_wrap=True)
-    return table
-
-
 def _layers_table(deployment: Deployment) -> Table:
-    table = _table("layers", "KV heads", "elements", "keep", "bytes a token", left=1)
+    shown = table("layers", "KV heads", "elements", "keep", "bytes a token", left=1)
     for layers in deployment.model.layers:
         name = f"{layers.num:,} x {_KINDS[layers.kind]}"
         if layers.vectors:
             elements = " + ".join(map(str, layers.vectors))
             keep = f"{layers.keeps:,} tokens" if layers.keeps else "all tokens"
-            table.add_row(
+            shown.add_row(
                 name, count(layers.num_kv_heads), elements, keep, count(kv_bytes(layers, deployment.kv_format, 1))
             )
         else:
-            table.add_row(name, "", "", "one state", "0")
-    return table
+            shown.add_row(name, "", "", "one state", "0")
+    return shown
 
 
 def _memory_table(deployment: Deployment) -> Table:
     model, kv_format, tp = deployment.model, deployment.kv_format, deployment.tp
     sizes = (1,) if tp == 1 else (1, tp)
-    table = _table("", *("whole model", f"each of {tp} GPUs")[: len(sizes)], left=1)
+    shown = table("", *("whole model", f"each of {tp} GPUs")[: len(sizes)], left=1)
     if model.weights:
         formats = "/".join(
             dict.fromkeys(model.format_of(part.part, deployment.weight_format) for part in model.weights if part.num)
         )
-        table.add_row(
+        shown.add_row(
             f"weights in {formats}", *(_size(model.weight_bytes(deployment.weight_format, tp=num)) for num in sizes)
         )
     for name, beyond in ((f"KV of a token in {kv_format}", False), ("KV of a token that has left all windows", True)):
         if not beyond or any(layers.keeps for layers in model.layers):
             per_token = [model.kv_bytes_per_token(kv_format, tp=num, beyond_windows=beyond) for num in sizes]
-            table.add_row(name, *(f"{size:,} B" for size in per_token))
+            shown.add_row(name, *(f"{size:,} B" for size in per_token))
     if model.state_bytes():
-        table.add_row("states of a request", *(_size(model.state_bytes(tp=num)) for num in sizes))
+        shown.add_row("states of a request", *(_size(model.state_bytes(tp=num)) for num in sizes))
     if model.weights:
         left = _size(deployment.pool_bytes) if deployment.pool_bytes > 0 else "nothing"
-        table.add_row("left for KV", *[""] * (len(sizes) - 1), left)
-    return table
+        shown.add_row("left for KV", *[""] * (len(sizes) - 1), left)
+    return shown
 
 
 def _what_fits(plan: _Plan) -> list[str]:
@@ -457,9 +456,9 @@ def _what_fits(plan: _Plan) -> list[str]:
 
 
 def _request_table(plan: _Plan) -> Table:
-    table = _table("tokens\ncached", "\nprefill", "\nTTFT", "decode\nbatch", "\nITL", "TTFT +\noutput x ITL")
+    shown = table("tokens\ncached", "\nprefill", "\nTTFT", "decode\nbatch", "\nITL", "TTFT +\noutput x ITL")
     if plan.prices:
-        table.add_column("price of\na thousand", justify="right", no_wrap=True)
+        shown.add_column("price of\na thousand", justify="right", no_wrap=True)
     for row in plan.estimates:
         cells = [
             count(row.cached_tokens),
@@ -471,8 +470,8 @@ def _request_table(plan: _Plan) -> Table:
         ]
         if plan.prices:
             cells.append(f"{1000 * _cost(plan.request, row, plan.prices):,.2f}")
-        table.add_row(*cells)
-    return table
+        shown.add_row(*cells)
+    return shown
 
 
 def _cost(request: _Request, row: Estimate, prices: Prices) -> float:
@@ -487,12 +486,12 @@ def _about(workload: Workload) -> str:
     )
 
 
-def _trace_table(deployment: Deployment, trace: _Trace) -> Table:
-    workload, rows = trace.workload, trace.rows
+def _served_table(deployment: Deployment, served: _Served) -> Table:
+    workload, rows = served.workload, served.rows
     billed = rows[0].bill is not None
-    table = _table("cache\nblocks", "\nmemory", "hits\n% tokens", "prefill\nleft", "\nsaved", "TTFT\nmean", "\np90")
+    shown = table("cache\nblocks", "\nmemory", "hits\n% tokens", "prefill\nleft", "\nsaved", "TTFT\nmean", "\np90")
     if billed:
-        table.add_column("\nbill", justify="right", no_wrap=True)
+        shown.add_column("\nbill", justify="right", no_wrap=True)
     for row in rows:
         cells = [
             count(row.capacity_blocks),
@@ -503,8 +502,8 @@ def _trace_table(deployment: Deployment, trace: _Trace) -> Table:
             _time(row.ttft_s),
             _time(row.ttft_p90_s),
         ]
-        table.add_row(*cells, *([f"{row.bill:,.2f}"] if billed else []))
-    return table
+        shown.add_row(*cells, *([f"{row.bill:,.2f}"] if billed else []))
+    return shown
 
 
 def _cache_bytes(deployment: Deployment, workload: Workload, blocks: int | None) -> int:
@@ -513,13 +512,13 @@ def _cache_bytes(deployment: Deployment, workload: Workload, blocks: int | None)
     return num * workload.block_size * deployment.kv_bytes_per_token * deployment.tp
 
 
-def _about_answer(deployment: Deployment, answer: _Answer, trace: _Trace | None) -> list[str]:
+def _about_answer(deployment: Deployment, answer: _Answer, served: _Served | None) -> list[str]:
     target = answer.target
     goals = [f"a mean TTFT of {_time(target.ttft_s)}"] if target.ttft_s is not None else []
     if target.rate:
         goals.append(f"{target.rate:g} requests a second at {target.max_busy:.0%} of the time")
     lines = [f"[bold]For[/bold] {' and '.join(goals)}"]
-    if trace:
+    if served:
         blocks = answer.smallest_cache
         if blocks is None:
             enough = "no cache is large enough"
@@ -527,7 +526,7 @@ def _about_answer(deployment: Deployment, answer: _Answer, trace: _Trace | None)
             enough = "no cache is needed"
         else:
             enough = (
-                f"a cache of {blocks:,} blocks, {_size(_cache_bytes(deployment, trace.workload, blocks))}, is enough"
+                f"a cache of {blocks:,} blocks, {_size(_cache_bytes(deployment, served.workload, blocks))}, is enough"
             )
         lines.append(f"- on {deployment.tp} x {deployment.gpu.name} {enough}")
     for name, choice in (("with the cache that fits", answer.choice), ("without a cache", answer.without_cache)):
@@ -544,8 +543,8 @@ def _assumed(plan: _Plan) -> list[str]:
     lines = assumptions(plan.deployment) if plan.deployment.model.weights else list(plan.deployment.model.notes)
     if plan.estimates:
         lines.insert(-1, "prefill runs alone; ITL is that of a request half way through its output, without prefills")
-    if plan.trace:
-        size = plan.trace.workload.block_size
+    if plan.served:
+        size = plan.served.workload.block_size
         lines[-1:-1] = [
             f"hits are those of LRU over whole blocks of {size} tokens, and the trace's tokens are the model's",
             "a cache beyond what fits is on replicas or in host memory, and comes from there at no cost",
@@ -589,14 +588,14 @@ def _result(plan: _Plan) -> dict[str, object]:
                 for row in plan.estimates
             ],
         }
-    if plan.trace:
+    if plan.served:
         result["trace"] = {
-            "name": plan.trace.name,
-            "block_size": plan.trace.workload.block_size,
-            "requests_per_second": plan.trace.workload.rate,
+            "name": plan.served.trace.name,
+            "block_size": plan.served.workload.block_size,
+            "requests_per_second": plan.served.workload.rate,
             "rows": [
-                asdict(row) | {"bytes": _cache_bytes(deployment, plan.trace.workload, row.capacity_blocks)}
-                for row in plan.trace.rows
+                asdict(row) | {"bytes": _cache_bytes(deployment, plan.served.workload, row.capacity_blocks)}
+                for row in plan.served.rows
             ],
         }
     if plan.answer:
@@ -623,11 +622,11 @@ def _choice(choice: Choice) -> dict[str, object]:
 
 def _print_presets() -> None:
     console = Console(highlight=False)
-    table = _table("--model", "parameters", "active", "weights", "KV bytes\na token", "beyond\nwindows", left=1)
+    shown = table("--model", "parameters", "active", "weights", "KV bytes\na token", "beyond\nwindows", left=1)
     for name in PRESETS:
         model = find_model(name)
         sizes = [model.kv_bytes_per_token(model.dtype, beyond_windows=beyond) for beyond in (False, True)]
-        table.add_row(
+        shown.add_row(
             name,
             _scaled(model.num_parameters, _COUNTS),
             _scaled(model.num_active_parameters, _COUNTS),
@@ -635,12 +634,12 @@ def _print_presets() -> None:
             count(sizes[0]),
             count(sizes[1]) if sizes[0] != sizes[1] else "",
         )
-    console.print(table, "")
-    table = _table("--gpu", "", "memory", "GB/s", "TFLOP/s\nbf16", "\nfp8", left=2)
+    console.print(shown, "")
+    shown = table("--gpu", "", "memory", "GB/s", "TFLOP/s\nbf16", "\nfp8", left=2)
     for name, gpu in GPUS.items():
         peaks = [f"{flops / 1e12:,.0f}" for flops in (gpu.flops, gpu.flops_fp8)]
-        table.add_row(name, gpu.name, _size(gpu.memory), f"{gpu.bandwidth / 1e9:,.0f}", *peaks)
-    console.print(table)
+        shown.add_row(name, gpu.name, _size(gpu.memory), f"{gpu.bandwidth / 1e9:,.0f}", *peaks)
+    console.print(shown)
 
 
 def _size(num_bytes: float) -> str:

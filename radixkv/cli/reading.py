@@ -1,85 +1,102 @@
-"""What commands that read a trace share: their options, and the reading itself."""
+"""What commands that read a trace share: their options, the reading itself, and what is said of a trace."""
 
 import os
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, TaskID
 
 from radixkv.cli.common import MAX_BLOCK_SIZE, advance, whole
 from radixkv.errors import TraceError
 from radixkv.synthetic import NUM_REQUESTS, synthetic_trace
-from radixkv.trace import DEFAULT_BLOCK_SIZE, Trace, read_trace
+from radixkv.tokenizer import BUILT_IN
+from radixkv.trace import DEFAULT_BLOCK_SIZE, DEFAULT_CONCURRENCY, TokenTrace, Trace, read_trace
 
-Traces: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="TRACE...",
-        help="One file or several, merged by time; - is stdin. Default: the built-in chat workload.",
-        show_default=False,
-    ),
-]
-Limit: TypeAlias = Annotated[
-    int | None, typer.Option("--limit", parser=whole(1), metavar="N", help="Only the first so many requests.")
-]
-BlockSize: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--block-size",
-        parser=whole(1, MAX_BLOCK_SIZE),
-        metavar="N",
-        help="In tokens. Default: the trace's own, else 16.",
-        show_default=False,
-    ),
-]
-Concurrency: TypeAlias = Annotated[
-    int,
-    typer.Option("--concurrency", parser=whole(1), metavar="N", help="Sessions at once, where a trace has sessions."),
-]
-Seed: TypeAlias = Annotated[
-    int,
-    typer.Option(
-        "--seed", parser=whole(0), metavar="N", help="Of the arrival of sessions, and of the built-in workload."
-    ),
-]
-Tokenizer: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--tokenizer",
-        metavar="FILE|DIR|NAME",
-        help="For text: tokenizer.json, a model's folder or a tiktoken encoding. Default: a built-in one.",
-        show_default=False,
-    ),
-]
-SkipBad: TypeAlias = Annotated[bool, typer.Option("--skip-bad", help="Leave bad lines out, and say so.")]
+_PANEL = "How a trace is read"
+_BUILT_IN = "built-in chunks of text (name a model's own with --tokenizer)"
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What to read, and how."""
+    """What to read, and how: the options of every command that reads a trace."""
 
-    paths: list[str] | None
-    limit: int | None
-    block_size: int | None
-    concurrency: int
-    seed: int
-    tokenizer: str | None
-    skip_bad: bool
+    traces: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TRACE",
+            help="One file or several, merged by time; - is stdin. Default: the built-in chat workload.",
+            show_default=False,
+        ),
+    ] = None
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit", rich_help_panel=_PANEL, parser=whole(1), metavar="N", help="Only the first so many requests."
+        ),
+    ] = None
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            "--block-size",
+            rich_help_panel=_PANEL,
+            parser=whole(1, MAX_BLOCK_SIZE),
+            metavar="N",
+            help="In tokens. Default: the trace's own, else 16.",
+            show_default=False,
+        ),
+    ] = None
+    concurrency: Annotated[
+        int,
+        typer.Option(
+            "--concurrency",
+            rich_help_panel=_PANEL,
+            parser=whole(1),
+            metavar="N",
+            help="Sessions at once, where a trace has sessions.",
+        ),
+    ] = DEFAULT_CONCURRENCY
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed",
+            rich_help_panel=_PANEL,
+            parser=whole(0),
+            metavar="N",
+            help="Of the arrival of sessions, and of the built-in workload.",
+        ),
+    ] = 0
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer",
+            rich_help_panel=_PANEL,
+            metavar="FILE|DIR|NAME",
+            help="For text: tokenizer.json, a model's folder or a tiktoken encoding. Default: a built-in one.",
+            show_default=False,
+        ),
+    ] = None
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", rich_help_panel=_PANEL, help="Leave bad lines out, and say so.")
+    ] = False
 
     def read(self, bar: Progress, task: TaskID) -> Trace:
         """Read with progress from 0 to 1, and say on stderr what was skipped."""
-        if not self.paths:
+        if not self.traces:
             return synthetic_trace(
                 self.seed,
                 num_requests=min(self.limit or NUM_REQUESTS, NUM_REQUESTS),
                 block_size=self.block_size or DEFAULT_BLOCK_SIZE,
             )
+        if self.traces.count("-") > 1:
+            raise typer.BadParameter("stdin (-) can be read once only", param_hint="TRACE")
         try:
             trace = read_trace(
-                *self.paths,
+                *self.traces,
                 limit=self.limit,
                 block_size=self.block_size,
                 skip_bad=self.skip_bad,
@@ -102,3 +119,32 @@ class Reading:
 def short_name(trace: Trace) -> str:
     """The file's name, without what no terminal shows."""
     return os.path.basename(trace.name).encode("utf-8", "replace").decode("utf-8")
+
+
+def print_head(console: Console, trace: Trace) -> None:
+    """What stands above the tables: the trace, its size, and what made tokens of text."""
+    console.print(
+        f"[bold]{escape(short_name(trace))}[/bold]\nrequests: {len(trace.requests):,}, "
+        f"distinct blocks: {trace.num_blocks:,}, tokens a block: {trace.block_size}"
+    )
+    name = _tokenizer_name(trace)
+    if name is not None:
+        console.print(f"tokens: {_BUILT_IN if name == BUILT_IN else escape(name)}")
+
+
+def head(trace: Trace) -> dict[str, object]:
+    """As `print_head`, for JSON."""
+    fields: dict[str, object] = {
+        "trace": trace.name,
+        "requests": len(trace.requests),
+        "block_size": trace.block_size,
+        "tokenizer": _tokenizer_name(trace),
+    }
+    if trace.skipped.num_lines:
+        fields["skipped"] = trace.skipped.num_lines
+    return fields
+
+
+def _tokenizer_name(trace: Trace) -> str | None:
+    tokenizer = trace.tokenizer if isinstance(trace, TokenTrace) else None
+    return None if tokenizer is None else tokenizer.name

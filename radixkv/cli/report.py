@@ -6,20 +6,19 @@ from typing import Annotated
 
 import typer
 
-from radixkv.cli.common import MAX_BLOCKS, advance, app, parse_policies, progress_bar, whole
-from radixkv.cli.curve import KvBytes, ModelName, Policies, Rate, compute, draw, find_kv_bytes, parse_at
-from radixkv.cli.reading import BlockSize, Concurrency, Limit, Reading, Seed, SkipBad, Tokenizer, Traces
+from radixkv.cli.common import MAX_BLOCKS, advance, command, progress_bar, whole
+from radixkv.cli.curve import Asked, compute, draw
+from radixkv.cli.reading import Reading
 from radixkv.curve import Counts
 from radixkv.explain import explain
 from radixkv.page import Row as PageRow
 from radixkv.page import page
 from radixkv.plot import load
-from radixkv.trace import DEFAULT_CONCURRENCY
 
 
-@app.command("report")
+@command("report")
 def report_command(
-    traces: Traces = None,
+    *,
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")] = "report.html",
     capacity: Annotated[
         int | None,
@@ -30,38 +29,23 @@ def report_command(
             show_default=False,
         ),
     ] = None,
-    at: Annotated[
-        str | None,
-        typer.Option(help="Capacities of the table, in blocks. Default: shares of the trace's.", show_default=False),
-    ] = None,
-    rate: Rate = "block",
-    policy: Policies = None,
-    kv_bytes_per_token: KvBytes = None,
-    model: ModelName = None,
-    limit: Limit = None,
-    block_size: BlockSize = None,
-    concurrency: Concurrency = DEFAULT_CONCURRENCY,
-    seed: Seed = 0,
-    tokenizer: Tokenizer = None,
-    skip_bad: SkipBad = False,
+    asked: Asked,
+    reading: Reading,
 ) -> None:
     """One page of HTML about a trace: the curve, a time to live, the misses, the tree of its prefixes.
 
     It needs no network. Where the trace has text, it shows beginnings of prompts.
     """
-    kv_bytes = find_kv_bytes(kv_bytes_per_token, model)
-    asked = parse_at(at) if at is not None else None
-    policies = parse_policies(policy) if policy is not None else []
+    kv_bytes, capacities, policies = asked.kv_bytes(), asked.capacities(), asked.policies()
     _check(output)
-    reading = Reading(traces, limit, block_size, concurrency, seed, tokenizer, skip_bad)
-    trace, curve, rows = compute(reading, asked, policies)
+    trace, curve, rows = compute(reading, capacities, policies)
     capacity = capacity or max(1, curve.knee())
     with progress_bar() as bar:
         task = bar.add_task("misses", total=1)
         explained = explain(trace, capacity, progress=partial(advance, bar, task, 0))
 
     def share(hits: Counts) -> float:
-        return float(getattr(curve.rates(hits), rate))
+        return float(getattr(curve.rates(hits), asked.rate))
 
     html = page(
         trace,
@@ -73,9 +57,9 @@ def report_command(
             )
             for row in rows
         ],
-        drawn=draw(trace, curve, rows, rate, kv_bytes),
+        drawn=draw(trace, curve, rows, asked.rate, kv_bytes),
         explained=explained,
-        rate=rate,
+        rate=asked.rate,
     )
     try:
         Path(output).write_text(html, encoding="utf-8", errors="replace")  # of a lone surrogate

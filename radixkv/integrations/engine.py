@@ -20,8 +20,7 @@ from radixkv.cache import PrefixCache, Request
 from radixkv.errors import OutOfBlocksError
 from radixkv.integrations.engine_request import EngineRequest, Sampling
 from radixkv.integrations.engine_rows import ATTENTION, PackedRows, PaddedRows, register
-from radixkv.integrations.hf import _length_of_fixed_rope
-from radixkv.integrations.hf_cache import CACHE_ARGUMENT, Layer, attention_layers, no_prefix
+from radixkv.integrations.hf_cache import CACHE_ARGUMENT, Layer, attention_layers, length_of_fixed_rope, no_prefix
 from radixkv.store import KV, KVStore
 from radixkv.tokens import TOKEN_BYTES, Tokens, common_units, pack
 from radixkv.tree import Policy, typed_name
@@ -97,7 +96,7 @@ class Engine:
         config = model.config.get_text_config(decoder=True)
         if (num_positions := getattr(config, "max_position_embeddings", None)) is not None:
             limits["the model's positions"] = num_positions
-        limits["beyond that the model's RoPE depends on the length"] = _length_of_fixed_rope(model)
+        limits["beyond that the model's RoPE depends on the length"] = length_of_fixed_rope(model)
         self._limit = min(limits, key=limits.__getitem__)
         self.max_context = limits[self._limit]
         eos = getattr(model.generation_config, "eos_token_id", None)

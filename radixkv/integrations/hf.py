@@ -29,6 +29,7 @@ from radixkv.integrations.hf_cache import (
     NoLayer,
     SessionKV,
     attention_layers,
+    length_of_fixed_rope,
     no_prefix,
     tell_session,
 )
@@ -234,7 +235,7 @@ class RadixCache:
         self._is_decoder = not getattr(self._model.config, "is_encoder_decoder", False)
         self._keeps: list[bool] = []
         self._like: list[KV] = []  # of no tokens: the shape, dtype and device of each layer's K and V
-        self._max_tokens = _length_of_fixed_rope(self._model)
+        self._max_tokens = length_of_fixed_rope(self._model)
         if not self._is_decoder:
             self._prefixes, self.store = PrefixCache(1, block_size), KVStore(1, block_size)
             return
@@ -286,12 +287,18 @@ class RadixCache:
         self._patch = self._original = None
 
     def session(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, namespace: Hashable = None
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        namespace: Hashable = None,
+        generate_kwargs: Mapping[str, Any] | None = None,
     ) -> Session:
         """A session on `input_ids` `(batch, num_tokens)`, left-padded where `attention_mask` says so.
 
         Entering it copies the hit out of the store and, in a batch whose rows hit differently, prefills what lags.
-        Nothing is shared between namespaces.
+        Nothing is shared between namespaces. `generate_kwargs` are the settings that `generate` will be given: where
+        they cannot be served, the session bypasses the cache.
 
         Raises: TypeError or ValueError for what is not a batch of token ids.
         """
@@ -300,7 +307,10 @@ class RadixCache:
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids must be (batch, num_tokens), got shape {tuple(input_ids.shape)}")
         typed_name(namespace)
-        reason = self._infers_mask(input_ids, attention_mask, {}) if self._is_decoder else None
+        settings = dict(generate_kwargs or {})
+        reason = None if generate_kwargs is None else self._why_not(settings)
+        if reason is None and self._is_decoder:
+            reason = self._infers_mask(input_ids, attention_mask, settings)
         return Session(self, input_ids, attention_mask, namespace, reason)
 
     def generate(self, model_inputs: Any, *, namespace: Hashable = None, **kwargs: Any) -> Any:
@@ -653,25 +663,6 @@ def _start_column(
 def _num_common(first: bytes, second: bytes) -> int:
     """How many tokens two packed prompts begin with in common."""
     return common_units(first, 0, bytearray(second), TOKEN_BYTES)
-
-
-def _length_of_fixed_rope(model: Any) -> int:
-    """Up to how many tokens a key does not depend on the length of its sequence: "dynamic" and "longrope" frequencies
-    do, beyond the length the model was first trained on."""
-    lengths = [2**31]
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
-        if not any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
-            continue
-        config = module.config
-        scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        sources = [scaling, *(part for part in scaling.values() if isinstance(part, dict))]
-        name = "original_max_position_embeddings"
-        found = [source.get(name) for source in sources]
-        found += [getattr(config, name, None), getattr(config, "max_position_embeddings", None)]
-        lengths += [int(length) - 1 for length in found if length]
-    return min(lengths)
 
 
 def _shown(value: Any) -> str:

@@ -45,6 +45,25 @@ def attention_layers(model: Any) -> list[bool]:
     return [isinstance(found, DynamicLayer) for found in layers]
 
 
+def length_of_fixed_rope(model: Any) -> int:
+    """Up to how many tokens a key does not depend on the length of its sequence: "dynamic" and "longrope" frequencies
+    do, beyond the length the model was first trained on."""
+    lengths = [2**31]
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+        if not any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
+            continue
+        config = module.config
+        scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        sources = [scaling, *(part for part in scaling.values() if isinstance(part, dict))]
+        name = "original_max_position_embeddings"
+        found = [source.get(name) for source in sources]
+        found += [getattr(config, name, None), getattr(config, "max_position_embeddings", None)]
+        lengths += [int(length) - 1 for length in found if length]
+    return min(lengths)
+
+
 def no_prefix(model: Any, layer: int, kind: str) -> ValueError:
     """The error for a layer that cannot be served."""
     return ValueError(

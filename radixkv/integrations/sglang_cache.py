@@ -407,10 +407,9 @@ class RadixKVCache(BasePrefixCache):
         places = self._places.take(len(edge) // self._tree.width)
         self._pages[self._index(places)] = pages.to(torch.int64)
         if self.kv_events.enabled:
-            above = self._tree.blocks_of(self._tree.path_to(node)[-1:], 0)
             tokens = tokens[start : start + len(places) * self.page_size + self._pairs]
             key = RadixKey(tokens, whose.extra_key, self._pairs, cache_salt=whose.cache_salt)
-            self.kv_events.stored(above[-1] if above else None, places, key, session)
+            self.kv_events.stored(self._tree.last_block(node), places, key, session)
         return self._tree.insert(node, bytearray(edge), places)
 
     def _given(self, receipt: DecLockRefParams | None) -> int | None:
