@@ -38,7 +38,7 @@ test-ray: $(PEERS)/ray
 	$(PEERS)/ray/bin/python -m pytest tests/test_ray_serve.py
 
 SGLANG = $(PEERS)/sglang/bin/python -m
-ENGINE = einops fastapi setproctitle uvicorn uvloop  # and xgrammar: what SGLang's engine imports besides
+ENGINE = einops fastapi prometheus-client setproctitle uvicorn uvloop  # and xgrammar: what SGLang's engine imports besides
 test-sglang: $(PEERS)/sglang
 	$(SGLANG) pip install -q --disable-pip-version-check pytest hypothesis $(ENGINE)
 	$(SGLANG) pip install -q --disable-pip-version-check --no-deps xgrammar==0.2.7

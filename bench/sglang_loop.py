@@ -278,7 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--slots", type=int, default=1 << 17)
+    parser.add_argument("--slots", type=int, default=1 << 16)
     parser.add_argument("--schedule", default="fcfs", help="SGLang's --schedule-policy: fcfs, lpm, ...")
     arguments = parser.parse_args()
     publish()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("sglang.srt")
-for package in ("einops", "fastapi", "setproctitle", "uvicorn", "uvloop", "xgrammar"):
+for package in ("einops", "fastapi", "prometheus_client", "setproctitle", "uvicorn", "uvloop", "xgrammar"):
     pytest.importorskip(package)
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +95,9 @@ def run(folder: Path, name: str, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("page", [1, 16])
 def test_the_engine_replies_as_without_a_cache(folder: Path, page: int, capsys: pytest.CaptureFixture[str]) -> None:
-    ours = run(folder, f"radixkv-{page}", radix_cache_backend="radixkv", page_size=page)
+    events = json.dumps({"publisher": "zmq", "endpoint": f"ipc://{folder}/events"})
+    observed = {"enable_metrics": True, "kv_events_config": events}
+    ours = run(folder, f"radixkv-{page}", radix_cache_backend="radixkv", page_size=page, **observed)
     without = run(folder, f"without-{page}", disable_radix_cache=True, page_size=page)
     theirs = run(folder, f"theirs-{page}", page_size=page)
     with capsys.disabled():
