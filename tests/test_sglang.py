@@ -77,12 +77,11 @@ def insert(cache: Any, tokens: Any, *namespace: str, **options: Any) -> torch.Te
 
 def request(cache: Any, row: int, tokens: Any, **options: Any) -> Any:
     """A request as SGLang's scheduler has it after its prompt's forward pass."""
-    loop = SimpleNamespace(waiting=[], submit=Loop.submit)
+    loop = SimpleNamespace(waiting=[])
     req = Loop.submit(loop, str(row), array("q", tokens), array("q", [0]), **options)
     req.init_next_round_input(cache)
     req.lock = cache.lock(req.last_node)
     end = len(req.full_untruncated_fill_ids)
-    cache.rows = cache.req_to_token_pool
     cache.req_to_token_pool.req_to_token[row, : req.prefix_len] = cache.prefix_device_indices(req)
     cache.req_to_token_pool.req_to_token[row, req.prefix_len : end] = slots_of(cache, end - req.prefix_len)
     req.kv.req_pool_idx, req.kv.kv_committed_len, req.kv.kv_allocated_len = row, end, end
@@ -354,14 +353,7 @@ def evicted(cache: Any, prompts: dict[str, range]) -> list[str]:
     order: list[str] = []
     while cache.evictable_size():
         cache.evict(EvictParams(num_tokens=1))
-        present = {
-            name
-            for name, tokens in prompts.items()
-            if cache._tree.find(
-                cache._tree.root(None), cache._key(array("q", tokens), 0, len(tokens)), 0, 8 * len(tokens)
-            )[1]
-            == len(tokens)
-        }
+        present = {name for name, tokens in prompts.items() if cache.explain(tokens).reason == "hit"}
         order += [name for name in prompts if name not in present and name not in order]
     return order
 
