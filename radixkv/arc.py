@@ -73,6 +73,8 @@ class ARC(Memory):
         self._num_ghost_blocks[kind] += num
         self._ghost_orders[kind].discard(self._last_ghost)
         self._ghost_orders[kind].add(self._last_ghost)
+        if sum(self._num_ghost_blocks) != self._ghosts.num_blocks:
+            self._recount()
 
     def forget(self, nodes: list[int], places: list[Place]) -> None:
         for node in nodes:
@@ -117,6 +119,15 @@ class ARC(Memory):
             self._forget_ghost(self._ghost_orders[0].first())
         while sum(num_ghosts) and sum(num) + sum(num_ghosts) > 2 * room:
             self._forget_ghost(self._ghost_orders[1 if num_ghosts[1] else 0].first())
+
+    def _recount(self) -> None:
+        """A ghost was forgotten because another one's sums agree with its own."""
+        for kind, order in enumerate(self._ghost_orders):
+            there = {ghost for ghost in order.numbers() if self._ghosts.lengths[ghost]}
+            there = {ghost for ghost in there if self._ghost_marks[ghost] & CLASS == kind}
+            for ghost in order.numbers() - there:
+                order.discard(ghost)
+            self._num_ghost_blocks[kind] = sum(self._ghosts.lengths[ghost] for ghost in there)
 
     def _forget_ghost(self, ghost: int) -> None:
         kind = self._ghost_marks[ghost] & CLASS

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixkv import PrefixCache
 from radixkv.ghosts import NO_GHOST, Ghosts
 from radixkv.lazy_heap import LazyHeap
 from radixkv.ring import Ring
@@ -60,6 +61,24 @@ def test_of_runs_whose_sums_agree_by_chance_the_later_one_is_remembered() -> Non
     ghosts.remove(third)
     ghosts.remove(second)
     assert len(ghosts) == ghosts.num_blocks == 0
+
+
+@pytest.mark.parametrize("policy", ["reuse", "arc"])
+def test_sums_that_all_agree_break_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ghosts, "_sum", lambda self, buffer, start, end: bytes((end - start) // self._width * 4))
+    rng = random.Random(0)
+    cache = PrefixCache(24, 2, policy=policy)
+    for number in range(800):
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(2, 20))]
+        request = cache.allocate(tokens, namespace=rng.choice([None, "a"]))
+        cache.commit(request)
+        cache.free(request)
+        cache.evict(rng.randrange(3))
+        if number % 100 == 99:
+            cache.clear("a")
+        cache.check()
+    cache.reset()
+    assert cache.num_free_blocks == 24
 
 
 def test_blocks_that_differ_in_one_token_have_different_sums() -> None:
