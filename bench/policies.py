@@ -4,7 +4,8 @@
 
 Hits are shares of all blocks of the prompts, in %; "bypass" is "reuse" where requests run beside the cache. Costs are
 CPU time of the process: what a request takes, the least of some repeats one after the other; the slowest request; and
-what "reuse" keeps in memory beside LRU's, at the end of the trace. `--plot` draws the first trace.
+what "reuse" keeps in memory beside LRU's, at the end of the trace. Below, the first trace with many requests at once.
+`--plot` draws it.
 """
 
 import argparse
@@ -12,12 +13,13 @@ import gc
 import sys
 import time
 import tracemalloc
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 from card import TRACES, card, finish
 
-from radixkv import PrefixCache
+from radixkv import OutOfBlocksError, PrefixCache, Request
 from radixkv.curve import Curve
 from radixkv.plot import save
 from radixkv.replay import packed_ids, replay, replayed
@@ -30,6 +32,7 @@ CAPACITIES = {
     "mooncake_synthetic.jsonl.gz": (1000, 3000, 5000, 10_000),
     "coding_agents_merged60.blk64.jsonl.gz": (4000, 8000, 16_000, 32_000),
 }
+RUNNING = 64
 DRAWN = (500, 1000, 2000, 3000, 5000, 7000, 10_000, 15_000, 20_000, 30_000, 50_000)
 POLICIES = ("arc", "reuse")
 COLUMNS = ("lru", "arc", "reuse", "bypass", "optimum", "lru us", "arc us", "reuse us", "slowest ms", "KiB")
@@ -54,9 +57,46 @@ def main() -> None:
             rows.append({"trace": file, "capacity_blocks": capacity, **row})
             cells = "".join(f"{row[name]:>11,.0f}" if name == "KiB" else f"{row[name]:>11.2f}" for name in COLUMNS)
             print(f"{file.split('.')[0]:<24}{capacity:>8,}{cells}", flush=True)
-        if arguments.plot and file == next(iter(CAPACITIES)):
-            draw(trace, curve, file, arguments.plot)
+        if file == next(iter(CAPACITIES)):
+            crowd = side_by_side(trace, capacities[1], RUNNING)
+            if arguments.plot:
+                draw(trace, curve, file, arguments.plot)
+    if rows:
+        shown = ", ".join(f"{name} {share:.2f}" for name, share in crowd.items())
+        print(f"\n{RUNNING} requests of the first trace at once, {rows[1]['capacity_blocks']:,} blocks: {shown}")
+        result["side_by_side"] = crowd
     finish({**result, "rows": rows})
+
+
+def side_by_side(trace: Trace, capacity: int, num_running: int) -> dict[str, float]:
+    """Hits in % of so many requests at once, each cut so that all fit; "estimate" is what LRU was said to hit."""
+    shares = {}
+    for policy in ("lru", "reuse"):
+        cache = PrefixCache(capacity, 1, policy=policy)
+        running = deque()
+        num_hit = num_asked = 0
+        for request in trace.requests:
+            path = packed_ids(request.runs)[: capacity // num_running * TOKEN_BYTES]
+            while True:
+                try:
+                    running.append(cache.allocate(path, min_prefill_tokens=0))
+                    break
+                except OutOfBlocksError:
+                    end(cache, running.popleft())
+            num_hit += running[-1].num_cached_tokens
+            num_asked += len(path) // TOKEN_BYTES
+            if len(running) > 1:
+                cache.commit(running[-2])
+            if len(running) > num_running:
+                end(cache, running.popleft())
+        shares[policy] = 100 * num_hit / num_asked
+    stats = cache.policy.stats
+    return {**shares, "estimate": 100 * stats.lru_hit_blocks / stats.asked_blocks}
+
+
+def end(cache: PrefixCache, request: Request) -> None:
+    cache.commit(request)
+    cache.free(request)
 
 
 def hits(trace: Trace, curve: Curve, capacity: int) -> dict[str, float]:
@@ -110,9 +150,7 @@ def kept(capacity: int, policy: str, paths: Sequence[bytes]) -> int:
 
 def serve(cache: PrefixCache, paths: Sequence[bytes]) -> None:
     for path in paths:
-        request = cache.allocate(path, min_prefill_tokens=0)
-        cache.commit(request)
-        cache.free(request)
+        end(cache, cache.allocate(path, min_prefill_tokens=0))
 
 
 def draw(trace: Trace, curve: Curve, name: str, file: str) -> None:

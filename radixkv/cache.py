@@ -354,7 +354,7 @@ class PrefixCache:
         request = Request(self, prompt, num_tokens, table, priority)
         if cacheable:
             if tree.learner is not None:
-                place, room = tree.place_after(name, path), len(self._pool) + tree.num_blocks
+                place, room = tree.place_after(name, path), len(self._pool) + tree.num_evictable
                 pos, num_blocks = num_hit * tree.width, num_hit + num_needed
                 arrival = Arrival(path, part, place, prompt, pos, limit, num_blocks, room, resumed)
                 request._num_known = tree.learner.begin(arrival)

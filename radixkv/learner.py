@@ -16,7 +16,7 @@ class Arrival(NamedTuple):
     pos: int  # bytes that match
     end: int  # bytes that may match
     num_blocks: int  # of the prompt
-    room: int  # blocks that are not private to running requests
+    room: int  # blocks that no running request holds
     resumed: bool
 
 

@@ -14,7 +14,7 @@ class ShadowLRU:
 
     def __init__(self) -> None:
         self.room = 0
-        """Blocks that it has."""
+        """Blocks that it has: those that no running request holds."""
         self._edge = 0  # of the blocks that this request used last it keeps the head, of those after it all
         self._end = 0  # where on the path of that request the head ends
         self._num_after = 0  # blocks last used after that

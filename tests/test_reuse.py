@@ -160,6 +160,21 @@ def test_what_is_held_is_a_hit_in_any_order() -> None:
     assert optimum(recent) == 6
 
 
+@pytest.mark.parametrize("num_running", [4, 12])
+def test_what_lru_would_have_hit_is_near_where_requests_run_side_by_side(num_running: int) -> None:
+    caches = [PrefixCache(150, 1, policy=policy) for policy in ("reuse", "lru")]
+    running: list[list[Any]] = []
+    for path in paths(9, 3000):
+        if len(running) == num_running:
+            for cache, request in zip(caches, running.pop(0), strict=True):
+                cache.commit(request)
+                cache.free(request)
+        running.append([cache.allocate(list(path[:12]), min_prefill_tokens=0) for cache in caches])
+    stats, real = policy_of(caches[0]).stats, caches[1].stats
+    assert abs(stats.lru_hit_blocks - real.hit_tokens) < 0.02 * real.prompt_tokens
+    assert stats.hit_blocks > real.hit_tokens
+
+
 def test_memory_of_what_was_evicted_is_bounded(monkeypatch: Any) -> None:
     monkeypatch.setattr(reuse, "_MIN_REMEMBERED", 50)
     monkeypatch.setattr(reuse, "_MIN_BLOCKS", 200)
