@@ -1,4 +1,4 @@
-"""The order "reuse" on real traces, beside the simulation of another hand that it was described with."""
+"""The order "reuse" on real traces, beside the simulation that it was first described with."""
 
 import importlib.util
 from array import array
