@@ -286,12 +286,13 @@ class RadixTree:
         self._let_go(node)
 
     def let_go(self, node: int) -> None:
-        """As `release`, of who held `node` only to look: it is recent now, but no use is counted."""
+        """As `release`, of who held `node` only to look: it is recent now, but no use is counted.
+
+        A learner hears nothing of it: what it learns is the time between uses.
+        """
         if self._usage is not None:
             for seen in reversed(self.path_to(node)):
                 self._usage.look(seen)
-        if self.learner is not None:
-            self.learner.touch(self.path_to(node), None)
         self._let_go(node)
 
     def _let_go(self, node: int) -> None:

@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from radixkv.explanation import Explanation, explain
 from radixkv.integrations.sglang_events import Recorder
+from radixkv.learner import Arrival
 from radixkv.policy import POLICIES, Ranked
 from radixkv.pool import BlockPool
 from radixkv.tokens import TOKEN_BYTES
@@ -91,11 +92,13 @@ class RadixKVCache(BasePrefixCache):
     def reset(self) -> None:
         """Forget every prefix. Frees no slot: whoever resets clears the allocator as well."""
         num_pages = self.token_to_kv_pool_allocator.size // self.page_size
-        self._tree = RadixTree(self.page_size * self._key_bytes // TOKEN_BYTES, self._make_policy())
+        self._policy = self._make_policy()
+        self._tree = RadixTree(self.page_size * self._key_bytes // TOKEN_BYTES, self._policy)
         self._places = BlockPool(num_pages)
         self._pages = torch.full((num_pages,), _FREE, dtype=torch.int64, device=self.device)
-        # lock -> (node, the priority of the request that published it; None of who only looks)
-        self._locks: dict[int, tuple[int, int | None]] = {}
+        # lock -> (node, the priority of the request that published it, and what `_begin` returned for it);
+        # without a priority somebody only looks
+        self._locks: dict[int, tuple[int, int | None, int | None]] = {}
         self._first_lock = self._next_lock  # older ones are of what was forgotten
         self.kv_events.clear()
 
@@ -103,6 +106,11 @@ class RadixKVCache(BasePrefixCache):
 
     def supports_prefix_sharing(self) -> bool:
         return not self.disable
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in use until the next `reset`, which may have figures of its own: see `radixkv.reuse.Reuse`."""
+        return self._policy
 
     def evictable_size(self) -> int:
         """Tokens in cached pages that nobody has locked."""
@@ -176,7 +184,10 @@ class RadixKVCache(BasePrefixCache):
     # A request's life
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """The longest cached prefix, whole pages; it counts as recent now, exactly as far as it matched."""
+        """The longest cached prefix, whole pages; it counts as recent now, exactly as far as it matched.
+
+        For a policy that learns it changes nothing: a request begins where it first publishes.
+        """
         found = self._look(params.key)
         return MatchResult(found.num_tokens, found, found, found)
 
@@ -200,7 +211,7 @@ class RadixKVCache(BasePrefixCache):
                 path, part = self._found(node)
                 held = self._tree.hold(self._tree.root(node.name), node.name, path, part)[1]
         delta = (self._tree.num_evictable - before) * self.page_size
-        return IncLockRefResult(delta=delta, node_id=self._new_lock(held, None))
+        return IncLockRefResult(delta=delta, node_id=self._new_lock(held, None, None))
 
     def dec_lock_ref(self, node: Prefix, params: DecLockRefParams | None = None) -> DecLockRefResult:
         """Give a lock back. One from before a `reset` is forgotten already.
@@ -213,19 +224,19 @@ class RadixKVCache(BasePrefixCache):
         if lock is None:
             return DecLockRefResult(delta=0)
         before = self._tree.num_evictable
-        held, priority = self._locks.pop(lock)
+        held, priority, num_known = self._locks.pop(lock)
         if held != NO_NODE:
             if priority is None:
                 self._tree.let_go(held)
             else:
-                self._tree.release(held, priority)
+                self._tree.release(held, priority, num_known)
         return DecLockRefResult(delta=(self._tree.num_evictable - before) * self.page_size)
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Publish the whole pages of a request's first `up_to` tokens, and lock them for it.
 
         Where somebody else published the same tokens first, its row is pointed at their slots, and its own are freed.
-        O(new tokens); nothing is read from the device.
+        O(new tokens), with a policy that learns O(tokens) the first time; nothing is read from the device.
 
         Raises: ValueError where what the request has locked is not what counts as the cache's of its row, or its lock
         was released before.
@@ -236,7 +247,7 @@ class RadixKVCache(BasePrefixCache):
         end -= end % page
         if self.disable:
             return
-        lock, node = None, NO_NODE
+        lock, node, priority, num_known = None, NO_NODE, None, None
         locked = req.lock.node.num_tokens if req.lock else 0
         if locked != start:
             raise ValueError(f"request {req.rid} has locked {locked} tokens, but {start} of its row are the cache's")
@@ -244,12 +255,20 @@ class RadixKVCache(BasePrefixCache):
             lock = self._given(req.lock.receipt)
             if lock is None:
                 return  # subtle: it began before a reset, and what it computed with is not to be matched
-            node = self._locks[lock][0]
-            self._locks[lock] = node, req.priority or 0  # from now on it counts as a use
-        if end <= start:
+            node, priority, num_known = self._locks[lock]
+        elif end <= start:
             return
         name = _name(req.extra_key, req.cache_salt)
         tokens = req.full_untruncated_fill_ids
+        if priority is None and tree.learner is not None:
+            num = len(tokens) - self._pairs
+            prompt = self._key(tokens, 0, max(0, num - 1) // page * page)  # of the last token, logits are needed
+            num_own = (kv.kv_allocated_len + page - 1) // page - start // page
+            num_known = self._begin(node, name, prompt, (num + page - 1) // page, num_own, req.retracted_stain)
+        if lock is not None:
+            self._locks[lock] = node, req.priority or 0, num_known  # from now on it counts as a use
+        if end <= start:
+            return
         key = self._key(tokens, start, end)
         if node == NO_NODE:
             node = tree.hold(tree.root(name), name, [], 0)[1]
@@ -266,7 +285,7 @@ class RadixKVCache(BasePrefixCache):
         if lock is not None:
             del self._locks[lock]
         req.last_node = Prefix(end, name, node, tree.serial(node))
-        req.lock = TreeLock(req.last_node, DecLockRefParams(node_id=self._new_lock(node, req.priority or 0)))
+        req.lock = TreeLock(req.last_node, DecLockRefParams(node_id=self._new_lock(node, req.priority or 0, num_known)))
         kv.cache_protected_len = kv.cache_inserted_len = end
 
     def insert(self, params: InsertParams) -> InsertResult:
@@ -283,8 +302,8 @@ class RadixKVCache(BasePrefixCache):
         tokens = params.key.token_ids
         name = _name(params.key.extra_key, params.key.cache_salt)
         key = self._key(tokens, 0, num)
-        path, num_known, part = tree.find(tree.root(name), key, 0, len(key))
-        known, start = num_known * page, params.prev_prefix_len
+        path, num_cached, part = tree.find(tree.root(name), key, 0, len(key))
+        known, start = num_cached * page, params.prev_prefix_len
         value = params.value
         if value is None:  # as SGLang's own trees, for tests
             value = torch.tensor(tokens[:num], dtype=torch.int64)
@@ -299,11 +318,14 @@ class RadixKVCache(BasePrefixCache):
         if known > start:
             given, cached = value[start:known], self._slots(tree.blocks_of(path, part))[start:]
             self.token_to_kv_pool_allocator.free_segment(given[given != cached], start_pos=start)
+        num_known = None
+        if tree.learner is not None:
+            num_known = self._begin(NO_NODE, name, key, num // page, len(pages), False)
         node = tree.hold(tree.root(name), name, path, part)[1]
         if known < num:
-            edge = key[num_known * tree.width :]
+            edge = key[num_cached * tree.width :]
             node = self._insert(node, edge, pages, tokens, known, params.key, params.session_id)
-        tree.release(node, params.priority or 0)
+        tree.release(node, params.priority or 0, num_known)
         return InsertResult(prefix_len=known, last_device_node=Prefix(num, name, node, tree.serial(node), key))
 
     def evict(self, params: EvictParams) -> EvictResult:
@@ -324,7 +346,7 @@ class RadixKVCache(BasePrefixCache):
 
     def check(self) -> None:
         """Prove that each place has one owner, and each cached page one place. O(pool). Raises: AssertionError."""
-        holds = Counter(node for node, _ in self._locks.values() if node != NO_NODE)
+        holds = Counter(node for node, _, _ in self._locks.values() if node != NO_NODE)
         cached = self._tree.check(holds)
         free = self._places.free_blocks()
         num = self._places.num_blocks
@@ -364,9 +386,13 @@ class RadixKVCache(BasePrefixCache):
         path, num_pages, part = tree.find(root, packed, 0, len(packed))
         if not num_pages:
             return _EMPTY
+        packed = packed[: num_pages * tree.width]
+        if tree.learner is not None:
+            serial = 0 if part else tree.serial(path[-1])  # 0 is no prefix's, so that a part is found again by its key
+            return Prefix(num_pages * self.page_size, name, path[-1], serial, packed)
         node = tree.hold(root, name, path, part)[1]
         tree.let_go(node)
-        return Prefix(num_pages * self.page_size, name, node, tree.serial(node), packed[: num_pages * tree.width])
+        return Prefix(num_pages * self.page_size, name, node, tree.serial(node), packed)
 
     def _num_keys(self, key: RadixKey) -> int:
         """How many positions of a key there are to match, whole pages."""
@@ -397,6 +423,29 @@ class RadixKVCache(BasePrefixCache):
                 return path, part
         raise ValueError(f"of the prefix of {prefix.num_tokens} tokens that was matched, a part has been evicted since")
 
+    def _begin(self, node: int, name: Name, key: bytes, num_pages: int, num_own: int, resumed: bool) -> int:
+        """A request begins for the policy, which learns; it holds `node` and has `num_own` pages that are not cached.
+
+        `key` is what may match of its prompt of `num_pages`. Returns how many of those are known.
+        """
+        tree, learner = self._tree, self._tree.learner
+        assert learner is not None
+        path: list[int] = []
+        if node != NO_NODE:
+            tree.let_go(node)  # subtle: else what it used again would pass for in use all the time
+            path = tree.path_to(node)
+        num_held = len(tree.blocks_of(path, 0))
+        start = num_held * tree.width
+        more, num, part = tree.find(path[-1] if path else tree.root(name), key, start, len(key))
+        path += more
+        place, pos = tree.place_after(name, path), start + num * tree.width
+        num_free = self.token_to_kv_pool_allocator.available_size() // self.page_size
+        room = num_free + num_own + tree.num_evictable
+        num_known = learner.begin(Arrival(path, part, place, key, pos, len(key), num_pages, room, resumed))
+        if node != NO_NODE:
+            tree.hold_node(node)
+        return num_known
+
     def _insert(
         self, node: int, edge: bytes, pages: torch.Tensor, tokens: "array[int]", start: int, whose: Any, session: Any
     ) -> int:
@@ -423,10 +472,10 @@ class RadixKVCache(BasePrefixCache):
             raise ValueError(f"lock {lock} was released before")
         return lock
 
-    def _new_lock(self, node: int, priority: int | None) -> int:
+    def _new_lock(self, node: int, priority: int | None, num_known: int | None) -> int:
         lock = self._next_lock
         self._next_lock = lock + 1
-        self._locks[lock] = node, priority
+        self._locks[lock] = node, priority, num_known
         return lock
 
     def _index(self, places: "array[int]") -> torch.Tensor:
@@ -466,8 +515,7 @@ _FREE = -1  # the page of a free place
 _SHARE = 256  # see `evict_for_alloc`
 _STUMP = 15  # tokens that are not worth keeping when as many before them are evicted; matters to pages below 16
 _POLICIES: dict[str, Callable[[], Policy]] = {
-    # not those that learn: SGLang does not say which of its matches begin a request
-    **{name: make for name, make in POLICIES.items() if name not in ("reuse", "arc")},
+    **POLICIES,
     "mru": lambda: Ranked(lambda usage, leaf: -usage.last_use[leaf]),
     "filo": lambda: Ranked(lambda usage, leaf: -usage.created[leaf]),
 }
