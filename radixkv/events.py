@@ -12,6 +12,7 @@ import re
 import socket
 import threading
 from array import array
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 
@@ -32,6 +33,8 @@ logger = logging.getLogger("radixkv.events")
 _END = b"", (-1).to_bytes(8, "big", signed=True), b""
 _MAX_BATCHES = 10_000  # that are kept for a replay
 _MAX_UNSENT = 1_000  # batches for a router that does not read, then it misses some
+_MAX_ANSWERS = 16  # messages of a replay that wait for a router to read, then it is sent no more until it does
+_MAX_WAIT_MS = 1_000  # until it is looked whether it has read
 _MAX_REQUEST_BYTES = 1024  # who sends more is disconnected
 _LINGER_MS = 200  # for what is unsent when it ends
 _PORT = re.compile(r"(tcp://.*:)(\d+)")
@@ -92,11 +95,14 @@ class ZmqPublisher:
         self._is_closed = False
         self._context = zmq.Context()
         self._replays: zmq.Socket[bytes] | None = None
+        self._answers: dict[bytes, deque[tuple[bytes, ...]]] = {}  # who asked for a replay: what is left to send
+        self._num_complaints = 0
         try:
             self._publications, self.endpoint = self._bind(zmq.PUB, endpoint, _MAX_UNSENT)
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
-                self._replays, self.replay_endpoint = self._bind(zmq.ROUTER, replay_endpoint, 2 * _MAX_BATCHES)
+                self._replays, self.replay_endpoint = self._bind(zmq.ROUTER, replay_endpoint, _MAX_ANSWERS)
+                self._replays.set(zmq.ROUTER_MANDATORY, 1)  # tell where there is no room, rather than drop
             self._bell, self._ears = socket.socketpair()  # wakes the thread; safe in any, unlike a ZeroMQ socket
         except BaseException:
             self._context.destroy(linger=0)
@@ -162,7 +168,10 @@ class ZmqPublisher:
             self._wake()
 
     def close(self) -> None:
-        """Publish what is left and release the ports. The cache may go on, unheard."""
+        """Publish what is left and release the ports. The cache may go on, unheard.
+
+        In the thread of the cache; in another, what changes just then may be missing.
+        """
         if self._is_closed:
             return
         self.flush()
@@ -194,34 +203,59 @@ class ZmqPublisher:
         poller.register(self._ears, zmq.POLLIN)
         if self._replays is not None:
             poller.register(self._replays, zmq.POLLIN)
+        wait_ms = 1
         while True:
             is_last = self._is_closed  # subtle: before what is taken, so that nothing flushed before it is left
             for number, changes in self._changes.take():
                 payload = log.write(number, changes)
                 self._publications.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
             if self._replays is not None:
-                self._answer(self._replays, log)
+                self._take_request(self._replays, log)
+                wait_ms = 1 if self._answer(self._replays) else min(2 * wait_ms, _MAX_WAIT_MS)
             if is_last:
                 return
-            poller.poll()
+            poller.poll(wait_ms if self._answers else None)
             self._listen()
 
-    def _answer(self, replays: "zmq.Socket[bytes]", log: EventLog) -> None:
-        """Answer one who has asked for a replay, if there is one; the next is answered after what is new was sent."""
+    def _take_request(self, replays: "zmq.Socket[bytes]", log: EventLog) -> None:
+        """Take one request for a replay, if there is one; the next is taken after what is new was sent."""
         if not replays.poll(0):
             return
         *sender, request = replays.recv_multipart()
-        batches: list[tuple[int, bytes]] = []
+        answer: deque[tuple[bytes, ...]] = deque()
         if len(request) == 8:
-            batches = log.replay(int.from_bytes(request, "big"))
+            for number, payload in log.replay(int.from_bytes(request, "big")):
+                answer.append((*sender, self._topic, number.to_bytes(8, "big"), payload))
         else:
-            logger.warning("a request for a replay must be a number of 8 bytes, got %r", request[:80])
-        for number, payload in batches:
-            replays.send_multipart((*sender, self._topic, number.to_bytes(8, "big"), payload))
-        replays.send_multipart((*sender, *_END))
+            self._complain(f"must be a number of 8 bytes, got {request[:80]!r}")
+        answer.append((*sender, *_END))
+        if sender[0] in self._answers:  # subtle: one answer a router, or what waits for who never reads has no bound
+            self._complain("came before the last one was read, whose answer ends here")
+        self._answers[sender[0]] = answer
+
+    def _answer(self, replays: "zmq.Socket[bytes]") -> bool:
+        """Send of the replays what routers have room for; returns whether that was anything."""
+        has_sent = False
+        for router, answer in [*self._answers.items()]:
+            try:
+                while answer:
+                    replays.send_multipart(answer[0], zmq.NOBLOCK)
+                    answer.popleft()
+                    has_sent = True
+            except zmq.Again:
+                continue
+            except zmq.ZMQError:  # it is gone
+                pass
+            del self._answers[router]
+        return has_sent
+
+    def _complain(self, what: str) -> None:
+        self._num_complaints += 1
+        if self._num_complaints & (self._num_complaints - 1) == 0:  # the first, second, fourth, ...
+            logger.warning("a request for a replay %s (bad requests so far: %d)", what, self._num_complaints)
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # it has been woken often enough
+        with suppress(OSError):  # it has been woken often enough, or another thread is closing
             self._bell.send(b"\0")
 
     def _listen(self) -> None:

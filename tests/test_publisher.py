@@ -28,9 +28,10 @@ class Peers:
         self.context: zmq.Context[Any] = zmq.Context()
         self.sockets: list[Any] = []
 
-    def connect(self, kind: int, endpoint: str | None, *, topic: bytes | None = None) -> Any:
+    def connect(self, kind: int, endpoint: str | None, *, topic: bytes | None = None, max_unread: int = 1000) -> Any:
         peer = self.context.socket(kind)
         self.sockets.append(peer)
+        peer.set(zmq.RCVHWM, max_unread)
         if topic is not None:
             peer.subscribe(topic)
         peer.connect(endpoint)
@@ -154,7 +155,61 @@ def test_a_request_that_is_no_number_is_answered_with_the_end(peers: Peers, capl
             assert receive(dealer)[-3:] == END
         dealer.send_multipart([b"", bytes(1 << 20)])
         assert len(peers.replay(publisher, 0)) == 1
-    assert caplog.text.count("must be a number of 8 bytes") == 3
+    assert caplog.text.count("must be a number of 8 bytes") == 2  # the first, second, fourth, ...
+
+
+def test_who_asks_and_never_reads_has_one_answer_waiting(peers: Peers, caplog: Any) -> None:
+    with ZmqPublisher(ANY, ANY) as publisher:
+        cache = PrefixCache(256, 1024, events=publisher)
+        cache.commit(cache.allocate(range(1 << 18)))  # a message of a megabyte
+        dealer = peers.connect(zmq.DEALER, publisher.replay_endpoint, max_unread=1)
+        for _ in range(150):
+            dealer.send_multipart([b"", (1).to_bytes(8, "big")])
+        for _ in range(150):
+            assert [number_of(answer) for answer in peers.replay(publisher, 1)] == [1]  # others are answered
+            if "(bad requests so far: 64)" in caplog.text:
+                break
+        num_batches = 0
+        while dealer.poll(200):
+            num_batches += number_of(dealer.recv_multipart()) == 1
+        assert 0 < num_batches < 100
+        assert "a request for a replay came before the last one was read" in caplog.text
+        dealer.send_multipart([b"", (1).to_bytes(8, "big")])
+        assert number_of(receive(dealer)) == 1
+        assert receive(dealer) == [b"", *END]
+
+
+def test_a_replay_of_many_batches_is_sent_whole_to_who_reads_slowly(peers: Peers) -> None:
+    with ZmqPublisher(ANY, ANY) as publisher:
+        cache = PrefixCache(8, 2, events=publisher)
+        for first in range(1500):
+            serve(cache, first, first)
+        last = 2 * 1500 - 8  # from the ninth on each evicts one before
+        while not peers.replay(publisher, last):
+            pass
+        dealer = peers.connect(zmq.DEALER, publisher.replay_endpoint, max_unread=1)
+        dealer.send_multipart([b"", (1).to_bytes(8, "big")])
+        assert [number_of(receive(dealer)) for _ in range(last)] == list(range(1, last + 1))
+        assert receive(dealer) == [b"", *END]
+
+
+def test_another_thread_may_close_in_the_middle_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = ZmqPublisher(ANY)
+    cache = PrefixCache(8, 2, events=publisher)
+    flush = publisher._changes.flush
+
+    def close_meanwhile() -> bool:
+        monkeypatch.undo()
+        has_more = flush()
+        closer = threading.Thread(target=publisher.close)
+        closer.start()
+        closer.join()
+        return has_more
+
+    monkeypatch.setattr(publisher._changes, "flush", close_meanwhile)
+    serve(cache, 1, 2, 3)
+    assert cache.match([1, 2]) == 2
+    cache.check()
 
 
 def test_a_rank_has_ports_of_its_own(peers: Peers) -> None:
