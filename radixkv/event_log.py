@@ -34,7 +34,11 @@ class EventRecorder:
     """
 
     def __init__(self, *, medium: str = "GPU") -> None:
-        """`medium` is where the blocks are: GPU, CPU, STORAGE, or what else the routers know."""
+        """`medium` is where the blocks are: GPU, CPU, STORAGE, or what else the routers know.
+
+        Raises: TypeError or ValueError for a `medium` that is no text.
+        """
+        check_text("medium", medium)
         self._medium = medium
         self._block_size = 0
         self._events: list[Event] = []
@@ -268,3 +272,13 @@ class EventLog:
             medium=self._medium,
             cache_salt=self._salts.get(int(run[0])),
         )
+
+
+def check_text(name: str, value: object) -> None:
+    """Raises: TypeError for what is no str, ValueError for one that has no UTF-8."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, got {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        raise ValueError(f"{name} must be text that can be sent as UTF-8, got {value!a}") from None

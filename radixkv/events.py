@@ -11,6 +11,7 @@ import logging
 import re
 import socket
 import threading
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
@@ -19,7 +20,7 @@ from contextlib import suppress
 try:
     import zmq
 
-    from radixkv.event_log import Changes, EventLog, EventRecorder
+    from radixkv.event_log import Changes, EventLog, EventRecorder, check_text
     from radixkv.hashing import namespace_salt
     from radixkv.kv_events import WIRES, Wire
 except ModuleNotFoundError as error:
@@ -37,6 +38,7 @@ _MAX_ANSWERS = 16  # messages of a replay that wait for a router to read, then i
 _MAX_WAIT_MS = 1_000  # until it is looked whether it has read
 _MAX_REQUEST_BYTES = 1024  # who sends more is disconnected
 _LINGER_MS = 200  # for what is unsent when it ends
+_MAX_PORT = 65_535
 _PORT = re.compile(r"(tcp://.*:)(\d+)")
 
 
@@ -69,9 +71,11 @@ class ZmqPublisher:
 
         Raises: OSError if an endpoint is in use or cannot be bound; ValueError and TypeError for bad values.
         """
-        for name, value in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint), ("topic", topic)):
-            if not isinstance(value, str) and (value is not None or name != "replay_endpoint"):
-                raise TypeError(f"{name} must be a str, got {value!r}")
+        check_text("endpoint", endpoint)
+        if replay_endpoint is not None:
+            check_text("replay_endpoint", replay_endpoint)
+        check_text("topic", topic)
+        check_text("medium", medium)
         if wire not in WIRES:
             raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {wire!r}")
         for name, number, low in (
@@ -107,6 +111,8 @@ class ZmqPublisher:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        sockets = self._publications, self._replays
+        weakref.finalize(self, _destroy, self._context, sockets).atexit = False
         self._bell.setblocking(False)
         self._ears.setblocking(False)
 
@@ -268,6 +274,9 @@ class ZmqPublisher:
         bound.set_hwm(max_unsent)
         bound.set(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
         ranked = _ranked(endpoint, self._rank)
+        port = _PORT.fullmatch(ranked)
+        if port and int(port[2]) > _MAX_PORT:  # subtle: ZeroMQ would take it modulo 2^16
+            raise ValueError(f"KV events cannot be published on {ranked}: a port is at most {_MAX_PORT}")
         try:
             bound.bind(ranked)
         except zmq.ZMQError as error:
@@ -278,9 +287,18 @@ class ZmqPublisher:
         return bound, bound.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
+def _destroy(context: "zmq.Context[zmq.Socket[bytes]]", _sockets: object) -> None:
+    """End a context whose owner was never closed.
+
+    subtle: the sockets are kept alive for it, as a context that the garbage collector gets together with its sockets
+    waits for them forever.
+    """
+    context.destroy(linger=0)
+
+
 def _ranked(endpoint: str, rank: int) -> str:
     """The endpoint of a data-parallel rank: its port is that many higher, a path has the rank at its end."""
     if not rank or endpoint.endswith(":*"):
         return endpoint
-    port = _PORT.fullmatch(endpoint)
-    return f"{port[1]}{int(port[2]) + rank}" if port else f"{endpoint}_dp{rank}"
+    found = _PORT.fullmatch(endpoint)
+    return f"{found[1]}{int(found[2]) + rank}" if found else f"{endpoint}_dp{rank}"

@@ -205,6 +205,11 @@ def test_a_recorder_makes_events_of_it() -> None:
     assert recorder.take() == []
 
 
+def test_a_medium_that_is_no_text_is_refused() -> None:
+    with pytest.raises(TypeError, match="medium must be a str, got 5"):
+        EventRecorder(medium=5)  # type: ignore[arg-type]
+
+
 def test_a_recorder_belongs_to_one_cache() -> None:
     recorder = EventRecorder()
     PrefixCache(4, events=recorder)

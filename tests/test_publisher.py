@@ -236,7 +236,12 @@ def test_a_port_in_use_is_one_clear_error() -> None:
         ({"endpoint": "http://localhost:1"}, "cannot be published on http://localhost:1: "),
         ({"endpoint": 5557}, "endpoint must be a str, got 5557"),
         ({"replay_endpoint": 5558}, "replay_endpoint must be a str, got 5558"),
+        ({"endpoint": "tcp://127.0.0.1:65536"}, "on tcp://127.0.0.1:65536: a port is at most 65535"),
+        ({"endpoint": "tcp://127.0.0.1:65530", "data_parallel_rank": 6}, "on tcp://127.0.0.1:65536: a port is at most"),
         ({"topic": None}, "topic must be a str, got None"),
+        ({"topic": "\ud800"}, r"topic must be text that can be sent as UTF-8, got '\\ud800'"),
+        ({"medium": None}, "medium must be a str, got None"),
+        ({"medium": "\ud800"}, r"medium must be text that can be sent as UTF-8, got '\\ud800'"),
         ({"wire": "json"}, "wire must be one of map, array, got 'json'"),
         ({"data_parallel_rank": -1}, "data_parallel_rank must be at least 0, got -1"),
         ({"data_parallel_rank": True}, "data_parallel_rank must be an int, got True"),
@@ -319,4 +324,17 @@ def test_a_program_that_never_closes_ends() -> None:
         "cache.commit(cache.allocate([1, 2, 3]))\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_publisher_that_was_never_closed_does_not_stop_the_garbage_collector() -> None:
+    code = (
+        "import gc\n"
+        "from radixkv.events import ZmqPublisher\n"
+        f"cycle = [ZmqPublisher({ANY!r}, {ANY!r})]\n"
+        "cycle.append(cycle)\n"
+        "del cycle\n"
+        "gc.collect()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, env=os.environ)
     assert (ran.returncode, ran.stderr) == (0, "")

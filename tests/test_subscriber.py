@@ -1,8 +1,11 @@
 """The index follows workers over real sockets, through whatever happens to them."""
 
 import logging
+import os
 import random
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -454,9 +457,26 @@ def test_bad_arguments_are_named(setup: Setup) -> None:
     for endpoints in (("nowhere",), (a.endpoint, "tcp://")):
         with pytest.raises(ValueError, match="cannot connect to '"):
             setup.subscriber.connect("b", *endpoints)
+    with pytest.raises(TypeError, match="topic must be a str, got 5"):
+        setup.subscriber.connect("b", a.endpoint, topic=5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="replay_timeout must be above 0"):
         EventSubscriber(setup.index, replay_timeout=0)
     assert setup.subscriber.workers == ["a"]
+
+
+def test_a_subscriber_that_was_never_closed_does_not_stop_the_garbage_collector() -> None:
+    code = (
+        "import gc\n"
+        "from radixkv.router import PrefixIndex\n"
+        "from radixkv.subscriber import EventSubscriber\n"
+        "cycle = [EventSubscriber(PrefixIndex(2))]\n"
+        "cycle[0].connect('a', 'tcp://127.0.0.1:5557')\n"
+        "cycle.append(cycle)\n"
+        "del cycle\n"
+        "gc.collect()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, env=os.environ)
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("wire", ["map", "array"])
