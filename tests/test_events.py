@@ -217,6 +217,15 @@ def test_a_recorder_belongs_to_one_cache() -> None:
         PrefixCache(4, events=recorder)
 
 
+def test_a_record_that_cannot_be_written_leaves_the_events_to_another_cache(tmp_path: Any) -> None:
+    recorder = EventRecorder()
+    with pytest.raises(FileNotFoundError):
+        PrefixCache(4, events=recorder, record=tmp_path / "nowhere" / "trace.jsonl")
+    assert recorder.take() == []
+    PrefixCache(4, events=recorder)
+    assert recorder.take() == [AllBlocksCleared()]
+
+
 # On the way
 
 
