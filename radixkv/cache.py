@@ -200,15 +200,15 @@ class PrefixCache:
             for name in ("attach", "check_namespace", "stored", "removed", "cleared"):
                 if isinstance(events, type) or not callable(getattr(events, name, None)):
                     raise TypeError(f"events must be an object such as radixkv.events.ZmqPublisher, got {events!r}")
-        self.record: "Recorder | None" = None
         if record is not None:
             from radixkv.record import Recorder, start_record  # here: importing radixkv stays fast
 
-            self.record = record if isinstance(record, Recorder) else Recorder(record)
+            record = record if isinstance(record, Recorder) else Recorder(record)
         if events is not None:  # subtle: after the record, or a path that cannot be written would use them up
             events.attach(self._num_blocks, self._block_size, self._runs)
-        if self.record is not None:
-            start_record(self, self.record)
+        self.record: Recorder | None = record
+        if record is not None:
+            start_record(self, record)
 
     # Questions
 
