@@ -65,7 +65,7 @@ class ZmqPublisher:
     ) -> None:
         """Binds its sockets, so that routers can connect; the rank is added to the ports.
 
-        Each call that changes the cache is a batch; with `autoflush=False` the engine ends them with `flush()`, once a
+        Each commit, eviction, clear and reset is a batch; with `autoflush=False` the engine ends them with `flush()`, once a
         step. For replays the last 10,000 batches are kept, `max_replay_bytes` at most; who asks for more gets all that
         is cached in one.
 

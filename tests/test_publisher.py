@@ -91,7 +91,7 @@ def number_of(frames: list[bytes]) -> int:
 
 
 @pytest.mark.parametrize("wire", ["map", "array"])
-def test_each_call_that_changes_the_cache_is_a_batch(peers: Peers, wire: Any) -> None:
+def test_each_change_of_the_cache_is_a_batch(peers: Peers, wire: Any) -> None:
     with ZmqPublisher(ANY, topic="kv@host:1@model", wire=wire, medium="CPU", data_parallel_rank=0) as publisher:
         cache = PrefixCache(8, 2, events=publisher)
         subscriber = peers.subscribe(publisher, cache, b"kv@")
