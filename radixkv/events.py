@@ -65,9 +65,9 @@ class ZmqPublisher:
     ) -> None:
         """Binds its sockets, so that routers can connect; the rank is added to the ports.
 
-        Each commit, eviction, clear and reset is a batch; with `autoflush=False` the engine ends them with `flush()`, once a
-        step. For replays the last 10,000 batches are kept, `max_replay_bytes` at most; who asks for more gets all that
-        is cached in one.
+        Each commit, eviction, clear and reset is a batch; with `autoflush=False` the engine ends them with `flush()`,
+        once a step. For replays the last 10,000 batches are kept, `max_replay_bytes` at most; who asks for more gets
+        all that is cached in one.
 
         Raises: OSError if an endpoint is in use or cannot be bound; ValueError and TypeError for bad values.
         """
