@@ -259,6 +259,8 @@ class EventSubscriber:
         while feed.monitor.poll(0):
             recv_monitor_message(feed.monitor)
             self._stats.lost_connections += 1
+            if feed.is_suspect:  # it is logged already, and what answers there may hang up many times a second
+                continue
             feed.is_suspect = True
             logger.warning(
                 "worker %r at %s: the connection was lost; its %d blocks stay in the index until it is back or removed",

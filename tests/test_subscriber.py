@@ -369,6 +369,16 @@ def test_a_lost_connection_alone_loses_nothing(setup: Setup, caplog: pytest.LogC
     assert "the connection was lost; its 2 blocks stay" in caplog.text
 
 
+def test_an_endpoint_that_always_hangs_up_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, EventSubscriber(PrefixIndex(2)) as subscriber:
+        server.settimeout(TIMEOUT_MS / 1000)
+        subscriber.connect("a", f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        for _ in range(3):
+            server.accept()[0].close()
+        Setup(subscriber, PrefixIndex(2)).until(lambda: subscriber.stats.lost_connections == 3)
+    assert caplog.text.count("the connection was lost; its 0 blocks stay") == 1
+
+
 def test_without_a_replay_a_lost_connection_and_a_gap_are_another_life(setup: Setup) -> None:
     a = setup.start(port=free_ports(), replay=False)
     a.publish(stored(1))
