@@ -273,6 +273,7 @@ class ZmqPublisher:
         bound = self._context.socket(kind)
         bound.set_hwm(max_unsent)
         bound.set(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
+        bound.set(zmq.IPV6, "[" in endpoint)
         ranked = _ranked(endpoint, self._rank)
         port = _PORT.fullmatch(ranked)
         if port and int(port[2]) > _MAX_PORT:  # subtle: ZeroMQ would take it modulo 2^16
@@ -298,7 +299,7 @@ def _destroy(context: "zmq.Context[zmq.Socket[bytes]]", _sockets: object) -> Non
 
 def _ranked(endpoint: str, rank: int) -> str:
     """The endpoint of a data-parallel rank: its port is that many higher, a path has the rank at its end."""
-    if not rank or endpoint.endswith(":*"):
+    if not rank or endpoint.endswith((":*", ":0")):  # any port that is free
         return endpoint
     found = _PORT.fullmatch(endpoint)
     return f"{found[1]}{int(found[2]) + rank}" if found else f"{endpoint}_dp{rank}"

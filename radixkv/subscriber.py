@@ -181,6 +181,7 @@ class EventSubscriber:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
         socket.setsockopt(zmq.LINGER, 0)
         try:
+            socket.setsockopt(zmq.IPV6, "[" in endpoint)
             socket.connect(endpoint)
         except (zmq.ZMQError, TypeError) as error:
             socket.close()

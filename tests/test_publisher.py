@@ -221,6 +221,12 @@ def test_a_rank_has_ports_of_its_own(peers: Peers) -> None:
         assert decode(peers.replay(publisher, 0)[0][-1]).data_parallel_rank == 1
 
 
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://127.0.0.1:0"])
+def test_a_rank_of_any_free_port_is_on_any_free_port(endpoint: str) -> None:
+    with ZmqPublisher(endpoint, data_parallel_rank=1) as publisher:
+        assert int(publisher.endpoint.rsplit(":", 1)[1]) > 1023
+
+
 def test_a_port_in_use_is_one_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"

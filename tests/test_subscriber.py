@@ -464,14 +464,27 @@ def test_bad_arguments_are_named(setup: Setup) -> None:
     a = setup.start()
     with pytest.raises(ValueError, match="worker 'a' is followed already, at tcp"):
         setup.subscriber.connect("a", a.endpoint)
-    for endpoints in (("nowhere",), (a.endpoint, "tcp://")):
-        with pytest.raises(ValueError, match="cannot connect to '"):
-            setup.subscriber.connect("b", *endpoints)
+    for endpoints in (("nowhere",), (5,), (a.endpoint, "tcp://")):
+        with pytest.raises(ValueError, match=r"cannot connect to ['5]"):
+            setup.subscriber.connect("b", *endpoints)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="topic must be a str, got 5"):
         setup.subscriber.connect("b", a.endpoint, topic=5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="replay_timeout must be above 0"):
         EventSubscriber(setup.index, replay_timeout=0)
     assert setup.subscriber.workers == ["a"]
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+def test_a_worker_is_followed_over_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no address of IPv6")
+    index = PrefixIndex(2)
+    with ZmqPublisher("tcp://[::1]:*", "tcp://[::1]:*") as publisher, EventSubscriber(index) as subscriber:
+        cache = PrefixCache(30, 2, events=publisher)
+        subscriber.connect("a", publisher.endpoint, publisher.replay_endpoint)
+        Setup(subscriber, index).until(lambda: bool(cache.reset() or index.last_sequence("a")))
 
 
 def test_a_subscriber_that_was_never_closed_does_not_stop_the_garbage_collector() -> None:
