@@ -145,6 +145,18 @@ def test_forks_touches_and_preempted_requests_are_no_lookups() -> None:
     cache.check()
 
 
+def test_a_prompt_may_be_touched_again_and_again_while_there_is_room_for_little() -> None:
+    cache = PrefixCache(24, 2, policy="reuse")
+    cache.commit(cache.allocate([0, 1, 0, 1, 0, 0, 0]))
+    for num_tokens in (17, 14):
+        cache.allocate([2] * num_tokens)
+    for _ in range(2):
+        cache.touch([0, 1, 0, 1])
+    cache.allocate([3] * 7)
+    assert cache.touch([0, 1, 0, 1]) == 4  # it looped for ever
+    cache.check()
+
+
 def test_what_is_held_is_a_hit_in_any_order() -> None:
     cache = PrefixCache(10, 1, policy="reuse")
     serve(cache, (1, 2, 3))
