@@ -142,6 +142,24 @@ def test_the_bench_says_what_it_measured():
 # Several caches
 
 
+def test_the_policy_reuse_shows_what_lru_would_have_hit(registry, metrics):
+    plain, cache = PrefixCache(6, SIZE), PrefixCache(6, SIZE, policy="reuse")
+    metrics.watch(plain, "plain")
+    assert not [name for name, _ in scraped(registry) if name.startswith("radixkv_reuse")]
+    metrics.watch(cache)
+    for number in range(40):
+        run(cache, [number % 3] * (2 * SIZE + 1))
+    stats = cache.policy.stats
+    samples = scraped(registry)
+    assert stats.hit_blocks > 0
+    assert samples["radixkv_reuse_asked_blocks_total", ()] == stats.asked_blocks == 120
+    assert samples["radixkv_reuse_hit_blocks_total", ()] == stats.hit_blocks
+    assert samples["radixkv_reuse_lru_hit_blocks_total", ()] == stats.lru_hit_blocks
+    assert samples["radixkv_reuse_guard_switches_total", ()] == 0
+    assert samples["radixkv_reuse_guarded", ()] == 0
+    assert samples["radixkv_reuse_guarded_since_lookup", ()] == stats.since
+
+
 def test_caches_are_told_apart_by_name_and_leave_when_they_are_gone(registry, metrics):
     caches = {"a": PrefixCache(10, SIZE), "b": PrefixCache(20, 8)}
     for name, cache in caches.items():
@@ -599,7 +617,7 @@ def test_scrapes_of_a_busy_cache_are_whole(registry, metrics):
 def exposed():
     """Name -> labels, of every sample that a watched cache can have."""
     registry = CollectorRegistry()
-    cache = PrefixCache(10, SIZE)
+    cache = PrefixCache(10, SIZE, policy="reuse")
     Metrics(registry).watch(cache, sample=1)
     run(cache, range(9))
     return {
@@ -634,6 +652,7 @@ def test_the_dashboard_asks_for_what_is_exposed_and_for_all_of_it():
             assert all({*labels.split(", ")} <= known[metric] for metric, _ in asked(query)), query
     unused = {"_block_size_tokens", "_lookups_total", "_namespace_lookups_total"}  # counts beside tokens
     unused |= {"_resumed_lookup_tokens_total", "_resumed_hit_tokens_total"}
+    unused |= {"_reuse_guarded_since_lookup", "_reuse_guard_switches_total"}
     parts = {name for name in known if name.endswith(("_count", "_sum"))}
     assert known.keys() - used - parts == {"radixkv" + name for name in unused}
 

@@ -570,9 +570,10 @@ arguments = ["--model-path", {str(tmp_path)!r}, "--device", "cpu", "--skip-token
 publish(prepare_server_args([*arguments, "--radix-cache-backend", "radixkv"]), role="scheduler")
 print(type(create_tree_cache(context())).__module__)
 """
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "bench"), str(tmp_path)])
+    path = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests", ROOT / "bench")))
     run = subprocess.run(
         [sys.executable, "-B", "-W", "ignore", "-c", code],
+        cwd=tmp_path,  # a clone may have older metadata
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, name: str, **options: Any) -> dict[str, Any]:
     result = folder / f"{name}.json"
     settings = {f"SGLANG_ENABLE_{check}": "1" for check in STRICT} | {"SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
-    settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(folder / "path")])
+    settings["PYTHONPATH"] = os.pathsep.join([str(folder / "path"), str(ROOT)])  # a clone may have older metadata
     command = [sys.executable, "-B", "-W", "ignore", __file__, str(folder), json.dumps(options), str(result)]
     process = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=600)
     assert result.exists(), (process.stdout + process.stderr)[-4000:]
