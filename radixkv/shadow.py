@@ -40,7 +40,7 @@ class ShadowLRU:
         self._lengths[request] = max(self._lengths.get(request, 0), length)
         if request > self._edge:  # subtle: one that is touched again may be the edge already
             self._num_after += length
-        while self._num_after > self.room:
+        while self._num_after > self.room and self._edge < request:
             self._num_last.pop(self._edge, None)
             self._lengths.pop(self._edge, None)
             self._edge += 1
