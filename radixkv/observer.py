@@ -90,12 +90,11 @@ class Observer:
         self._random = random.Random(seed)
         self._left = self._draw()  # lookups up to the next sample
         self._tick = 1
-        # when a request that used the block ended, 0 where none did; invariant: 0 for free blocks
-        self._last_use = array("q", [self._tick]) * cache.num_blocks
+        # when a request that used the block ended, 0 where none did; invariant: 0 for what is not cached
+        self._last_use = array("q", bytes(8 * cache.num_blocks))
         self._ages = np.frombuffer(self._last_use, np.int64)
-        self._forget(cache._pool.free_blocks())
-        for request in cache._running:
-            self._forget(request._table[request._published // cache.block_size :])
+        for *_, blocks in cache._runs():
+            self._ages[_indices(blocks)] = self._tick
         self._wrap(cache)
 
     def _draw(self) -> int:
@@ -104,7 +103,7 @@ class Observer:
     def _wrap(self, cache: PrefixCache) -> None:
         allocate, free, evict = cache.allocate, cache.free, cache._evict
         explain, touch, reset, clear = cache.explain, cache.touch, cache.reset, cache.clear
-        size, tree, pool = cache.block_size, cache._tree, cache._pool
+        size, tree = cache.block_size, cache._tree
 
         def observed_allocate(tokens: Any, **options: Any) -> Request:
             if options.get("resumed") or not options.get("cacheable", True):
@@ -133,12 +132,9 @@ class Observer:
         def observed_free(request: Request) -> None:
             free(request)
             num = request._published // size
-            if not num:
+            if not num or not tree.is_live(request._root):
                 return
             blocks = request._table[:num]
-            if not tree.is_live(request._root):
-                self._forget(blocks)
-                return
             if request._duplicates:
                 blocks = tree.blocks_of(tree.path_to(request._node), 0)
             self._ages[_indices(blocks)] = self._tick
@@ -171,11 +167,13 @@ class Observer:
 
         def observed_reset() -> None:
             reset()
-            self._forget(pool.free_blocks())
+            self._ages[:] = 0
 
         def observed_clear(namespace: Hashable) -> None:
+            gone = [blocks for *_, blocks in tree.runs([typed_name(namespace)])]
             clear(namespace)
-            self._forget(pool.free_blocks())
+            for blocks in gone:
+                self._ages[_indices(blocks)] = 0
 
         wrappers: dict[str, Callable[..., Any]] = {
             "allocate": observed_allocate,
@@ -187,10 +185,6 @@ class Observer:
         }
         for name, wrapper in wrappers.items():
             setattr(cache, name, wraps(getattr(cache, name))(wrapper))
-
-    def _forget(self, blocks: "array[int]") -> None:
-        """They are free, or will be without having been cached."""
-        self._ages[_indices(blocks)] = 0
 
     def _count(self, request: Request, explanation: Explanation, size: int) -> None:
         """A sampled lookup that has just begun; `explanation` is from right before."""
