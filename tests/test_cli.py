@@ -227,6 +227,7 @@ def test_the_version_and_the_help_are_printed(capsys):
             ["--workers", "2", "--router", "random"],
             "--router: 'random' is not one of prefix, round-robin, least-loaded",
         ),
+        (["--workers", "2", "--router", ""], "--router: '' is not one of"),
         (["--router", "prefix"], "--router: chooses between --workers, of which there are none"),
         (["--frobnicate"], "--frobnicate"),
     ],
