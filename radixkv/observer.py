@@ -147,8 +147,8 @@ class Observer:
                 self._ages[_indices(tree.blocks_of(path, part))] = self._tick
             return num_tokens
 
-        def observed_evict(num: int) -> "array[int]":
-            evicted = evict(num)
+        def observed_evict(num: int, **options: bool) -> "array[int]":
+            evicted = evict(num, **options)
             if len(evicted) > _FEW:
                 blocks = _indices(evicted)
                 self.idle.add_all(self._tick - self._ages[blocks])
