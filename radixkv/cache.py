@@ -459,7 +459,7 @@ class PrefixCache:
         """One decode step: the KV of all tokens so far is written, and `tokens[i]` comes next in `requests[i]`.
 
         As `commit` and `append` for each, all or nothing, and a third cheaper. Returns the requests whose block table
-        changed.
+        changed. New blocks are taken before duplicates come back, so it may lack room where one by one would fit.
 
         Raises: OutOfBlocksError; ValueError and TypeError for bad tokens and requests, and for one given twice.
         """

@@ -1,5 +1,6 @@
 """The state machine of the test kit, with lookups in the place of tokens, and with touches and decode steps besides."""
 
+import random
 from collections.abc import Hashable
 from typing import Any
 
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 from test_state_machine import MostRecentFirst, RadixKVMachine
 
-from radixkv import PrefixCache, Request
+from radixkv import OutOfBlocksError, PrefixCache, Request
 from radixkv.cache import Lookup
 from radixkv.testing import _NAMESPACES, _PROMPTS, Running
 from radixkv.tokens import pack
@@ -158,3 +159,53 @@ def test_lookups_touches_and_decode_steps_behave_like_the_model(policy: Any, swa
 
     Machine.policy = staticmethod(policy if callable(policy) else lambda: policy)
     run_state_machine_as_test(Machine)
+
+
+class Moody(MostRecentFirst):
+    """Fails now and then, or chooses what is no leaf."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self.rng = rng
+
+    def victim(self) -> int:
+        mood = self.rng.random()
+        if mood < 0.2:
+            raise KeyError("in no mood")
+        return 10**6 if mood < 0.3 else super().victim()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_call_in_which_the_policy_fails_changes_no_request(seed: int) -> None:
+    rng = random.Random(seed)
+    cache = PrefixCache(rng.randrange(4, 12), rng.choice([1, 2]), policy=Moody(rng), swap_duplicates=seed % 2 == 0)
+    running: list[Request] = []
+    num_failed = 0
+    for _ in range(150):
+        before = cache.num_private_blocks, [(repr(request), request.block_table) for request in running]
+        lookups, call, request = cache.stats.lookups, rng.randrange(9), rng.choice(running or [None])
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 10))]
+        try:
+            if call < 3 or request is None:
+                running.append(cache.allocate(cache.lookup(tokens) if call else tokens, cacheable=rng.random() < 0.9))
+            elif call == 3:
+                cache.append(request, tokens[:4])
+            elif call == 4:
+                cache.decode(batch := rng.sample(running, rng.randint(1, len(running))), [1] * len(batch))
+            elif call == 5:
+                running.append(cache.fork(request)[0])
+            elif call == 6:
+                running.remove(request)
+                cache.free(request)
+            elif call == 7:
+                cache.evict(rng.randrange(4))
+            else:
+                cache.commit(request)
+        except (KeyError, RuntimeError, OutOfBlocksError, ValueError):
+            num_failed += 1
+            assert before == (cache.num_private_blocks, [(repr(each), each.block_table) for each in running])
+            assert cache.stats.lookups == lookups
+        stats = cache.stats
+        assert stats.evicted_blocks == stats.evicted_for_room + stats.evicted_by_call
+        cache.check()
+    assert num_failed > 5
