@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0  # what the suite is run with; on a machine with a GPU, t
 PEERS = .peers
 PIP = .venv/bin/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test test-ray lint bench peers guard clean
+.PHONY: demo test test-ray test-sglang lint bench peers guard clean
 
 .venv/demo: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -36,6 +36,13 @@ $(PEERS)/ray: pyproject.toml
 
 test-ray: $(PEERS)/ray
 	$(PEERS)/ray/bin/python -m pytest tests/test_ray_serve.py
+
+SGLANG = $(PEERS)/sglang/bin/python -m
+ENGINE = einops fastapi prometheus-client setproctitle uvicorn uvloop  # and xgrammar: what SGLang's engine imports besides
+test-sglang: $(PEERS)/sglang
+	$(SGLANG) pip install -q --disable-pip-version-check pytest hypothesis $(ENGINE)
+	$(SGLANG) pip install -q --disable-pip-version-check --no-deps xgrammar==0.2.7
+	PYTHONPATH=. $(SGLANG) pytest -o filterwarnings=ignore tests/test_sglang*.py
 
 bench: .venv/demo
 	.venv/bin/python bench/manager.py

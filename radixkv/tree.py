@@ -40,8 +40,8 @@ class Policy(Protocol):
 class Usage:
     """How each node was used, by ticks of a logical clock: what policies rank by. Kept only for a policy that asks.
 
-    `created` and `last_use` are ticks, the last use that of the request that ended last; `uses` counts requests that
-    ended; `priority` is the highest of theirs.
+    `created` and `last_use` are ticks, the last use that of who let go last; `uses` counts requests that ended;
+    `priority` is the highest of theirs.
     """
 
     __slots__ = ("_tick", "created", "last_use", "priority", "uses")
@@ -64,9 +64,12 @@ class Usage:
         for column in (self.created, self.last_use, self.uses, self.priority):
             column[node] = column[source]
 
-    def touch(self, node: int, priority: int) -> None:
+    def look(self, node: int) -> None:
         self._tick += 1
         self.last_use[node] = self._tick
+
+    def touch(self, node: int, priority: int) -> None:
+        self.look(node)
         self.uses[node] += 1
         if priority > self.priority[node]:
             self.priority[node] = priority
@@ -193,6 +196,14 @@ class RadixTree:
                 break
         return path, end // self.width, 0 if stop == end else (end - start) // self.width
 
+    def serial(self, node: int) -> int:
+        """The number of the prefix that ends with `node`, which no other prefix ever gets."""
+        return self._serials[node]
+
+    def ends(self, node: int, serial: int) -> bool:
+        """Whether `node` is there, and ends with the prefix of that number still."""
+        return node in self._edges and self._serials[node] == serial
+
     def blocks_of(self, path: list[int], part: int) -> "array[int]":
         """The block ids along `path`, of its last node the first `part` only if that is not 0."""
         blocks = array("i")
@@ -258,6 +269,16 @@ class RadixTree:
         if self._usage is not None:
             for used in reversed(self.path_to(node)):
                 self._usage.touch(used, priority)
+        self._let_go(node)
+
+    def let_go(self, node: int) -> None:
+        """As `release`, of who held `node` only to look: it is recent now, but no use is counted."""
+        if self._usage is not None:
+            for seen in reversed(self.path_to(node)):
+                self._usage.look(seen)
+        self._let_go(node)
+
+    def _let_go(self, node: int) -> None:
         holds = self._holds
         while True:
             holds[node] -= 1
@@ -329,10 +350,11 @@ class RadixTree:
             family[first] = child
         return child
 
-    def evict(self, num: int, freed: "array[int]") -> None:
+    def evict(self, num: int, freed: "array[int]", stump: int = 0) -> None:
         """Evict `num` blocks, or all that are evictable; adds their ids to `freed` in the order in which they went.
 
-        The policy's leaf goes block by block from its tail, never more than asked. O(num / leaf size) policy calls.
+        The policy's leaf goes block by block from its tail, never more than asked, but that a rest of at most `stump`
+        blocks goes too where it is no longer than what was taken. O(num / leaf size) policy calls.
 
         Raises: RuntimeError where the policy chooses what is no evictable leaf.
         """
@@ -343,6 +365,8 @@ class RadixTree:
             blocks = self._blocks[leaf]
             have = len(blocks) // BLOCK_BYTES
             take = min(num, have)
+            if have - take <= min(take, stump):
+                take = have
             num -= take
             self.num_blocks -= take
             self.num_evictable -= take
@@ -444,9 +468,9 @@ class RadixTree:
         """How many blocks of `key` from byte `pos` on were evicted from behind the whole nodes of `path`."""
         return self.evicted.match(self._serials[path[-1]] if path else name, key, pos)
 
-    def draw(self, max_nodes: int) -> Iterator[str]:
-        """The tree as lines of text, children below their parents; no recursion."""
-        size = self.width // TOKEN_BYTES
+    def draw(self, max_nodes: int, typecode: str = "i") -> Iterator[str]:
+        """The tree as lines of text, children below their parents; no recursion. `typecode` is that of its tokens."""
+        size = self.width // array(typecode).itemsize
         left = max_nodes
         for name, root in self._roots.items():
             yield "root" if name is None else f"root of {shown_name(name)!r}"
@@ -458,7 +482,7 @@ class RadixTree:
                     yield f"{indent}... {len(stack) + 1} more branches"
                     break
                 left -= 1
-                tokens = array("i", bytes(self._edges[node]))
+                tokens = array(typecode, bytes(self._edges[node]))
                 blocks = array("i", bytes(self._blocks[node])).tolist()
                 held = f", held by {self._holds[node]}" if self._holds[node] else ""
                 end = start + len(blocks) * size
