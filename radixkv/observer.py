@@ -7,7 +7,7 @@ are wrapped in that one cache.
 import random
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from radixkv.cache import Lookup, PrefixCache, Request
 from radixkv.explanation import Explanation
 from radixkv.tokens import TOKEN_BYTES
-from radixkv.tree import typed_name
+from radixkv.tree import Run, typed_name
 
 REASONS = ("cold", "capacity", "broken_prefix", "block_rounding", "last_token", "namespace")  # as `radixkv.explain`
 BOUNDS = (0, *(4**power for power in range(11)))  # ticks; upper, included
@@ -93,8 +93,7 @@ class Observer:
         # when a request that used the block ended, 0 where none did; invariant: 0 for what is not cached
         self._last_use = array("q", bytes(8 * cache.num_blocks))
         self._ages = np.frombuffer(self._last_use, np.int64)
-        for *_, blocks in cache._runs():
-            self._ages[_indices(blocks)] = self._tick
+        self._ages[_indices(_blocks(cache._runs()))] = self._tick
         self._wrap(cache)
 
     def _draw(self) -> int:
@@ -170,10 +169,9 @@ class Observer:
             self._ages[:] = 0
 
         def observed_clear(namespace: Hashable) -> None:
-            gone = [blocks for *_, blocks in tree.runs([typed_name(namespace)])]
+            gone = _blocks(tree.runs([typed_name(namespace)]))
             clear(namespace)
-            for blocks in gone:
-                self._ages[_indices(blocks)] = 0
+            self._ages[_indices(gone)] = 0
 
         wrappers: dict[str, Callable[..., Any]] = {
             "allocate": observed_allocate,
@@ -203,6 +201,14 @@ class Observer:
                 return self.other_namespaces
             lookups = self.namespaces[key] = Lookups()
         return lookups
+
+
+def _blocks(runs: Iterable[Run]) -> "array[int]":
+    """All that is cached in the runs."""
+    blocks = array("i")
+    for *_, more in runs:
+        blocks += more
+    return blocks
 
 
 def _indices(blocks: "array[int]") -> NDArray[np.intp]:
