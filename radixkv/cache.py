@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from radixkv.errors import OutOfBlocksError
 from radixkv.explanation import Explanation, explain
+from radixkv.learner import Arrival
 from radixkv.policy import make_policy
 from radixkv.pool import BlockPool
 from radixkv.stats import Stats
@@ -60,6 +61,7 @@ class Request:
         "_generated",
         "_node",
         "_num_cached",
+        "_num_known",
         "_num_prompt",
         "_num_tokens",
         "_priority",
@@ -81,6 +83,7 @@ class Request:
         self._published = 0
         self._root = self._node = NO_NODE
         self._priority = priority
+        self._num_known: int | None = None  # what the learner said when it began
         self._table = table
         self._duplicates = _NO_BLOCKS  # blocks of its own in the published part, where tables are append-only
 
@@ -181,11 +184,11 @@ class PrefixCache:
     ) -> None:
         """A cache of `num_blocks` blocks of `block_size` tokens each, 4 bytes a block before anything is cached.
 
-        `policy` is "lru", "lfu", "fifo", "slru", "priority" or an object of one's own (see `radixkv.policy`). Where two
-        requests computed the same block, the later table is switched to the cached copy by `commit`; with
-        `swap_duplicates=False` tables only ever grow, and the request keeps its copy until it is freed. `events` hears
-        what can be matched, to tell routers (see `radixkv.events`). `record` names a file to which a trace is written
-        that can be replayed, of hashes (see `radixkv.record`).
+        `policy` is "lru", "lfu", "fifo", "slru", "priority", "reuse", "arc" or an object of one's own (see
+        `radixkv.policy` and docs/policies.md). Where two requests computed the same block, the later table is switched
+        to the cached copy by `commit`; with `swap_duplicates=False` tables only ever grow, and the request keeps its
+        copy until it is freed. `events` hears what can be matched, to tell routers (see `radixkv.events`). `record`
+        names a file to which a trace is written that can be replayed, of hashes (see `radixkv.record`).
         """
         self._num_blocks = _integer("num_blocks", num_blocks, 1, _MAX_BLOCKS)
         self._block_size = _integer("block_size", block_size, 1, _MAX_BLOCK_SIZE)
@@ -238,6 +241,11 @@ class PrefixCache:
     def num_private_blocks(self) -> int:
         """Blocks of running requests that nobody can match: not committed, partly filled, or from before a reset."""
         return self._num_blocks - len(self._pool) - self._tree.num_blocks
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in use, which may have figures of its own: see `radixkv.reuse.Reuse`."""
+        return self._policy
 
     @property
     def stats(self) -> Stats:
@@ -345,6 +353,11 @@ class PrefixCache:
         table = tree.blocks_of(path, part)
         request = Request(self, prompt, num_tokens, table, priority)
         if cacheable:
+            if tree.learner is not None:
+                place, room = tree.place_after(name, path), len(self._pool) + tree.num_evictable
+                pos, num_blocks = num_hit * tree.width, num_hit + num_needed
+                arrival = Arrival(path, part, place, prompt, pos, limit, num_blocks, room, resumed)
+                request._num_known = tree.learner.begin(arrival)
             request._root, request._node = tree.hold(root, name, path, part)
         try:
             table += self._take(num_needed)
@@ -547,7 +560,7 @@ class PrefixCache:
         if request._node == NO_NODE:
             return
         if self._tree.is_live(request._root):
-            self._tree.release(request._node, request._priority)
+            self._tree.release(request._node, request._priority, request._num_known)
         else:
             self._pool.give(self._tree.release_detached(request._node))
 
@@ -566,7 +579,7 @@ class PrefixCache:
         self._stats.forgotten_blocks += self._tree.num_blocks
         for name in self._tree.names():
             self._pool.give(self._tree.drop(name))
-        self._tree.evicted.clear()
+        self._tree.forget_evicted()
         if self._events is not None:
             self._events.cleared()
 

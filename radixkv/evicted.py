@@ -27,8 +27,8 @@ class EvictedPrefixes:
         self._num_bytes = 0
         self._records: deque[tuple[Place, bytearray, int]] = deque()  # (place, the run's tokens, the serial of its end)
 
-    def record(self, place: Place, run: bytearray, end: int) -> None:
-        """`run` was evicted; it continued `place`, and ended at serial `end`. O(1) amortised; keeps `run`."""
+    def record(self, leaf: int, place: Place, run: bytearray, end: int) -> None:
+        """`run` of `leaf` was evicted; it continued `place`, and ended at serial `end`. O(1) amortised; keeps `run`."""
         if len(run) > self._max_bytes:
             del run[self._max_bytes - self._max_bytes % self._width :]
         records = self._records

@@ -4,63 +4,24 @@ A policy of one's own is an object with `add(leaf)`, `discard(leaf)` and `victim
 """
 
 import heapq
-from array import array
 from collections.abc import Callable
 
+from radixkv.arc import ARC
+from radixkv.reuse import Reuse
+from radixkv.ring import Ring
 from radixkv.tree import Policy, Usage
 
 
-class LRU:
+class LRU(Ring):
     """Least recently released first, in O(1).
 
     Keeps every node that nobody holds, in the order in which they were let go. A request lets go of its whole path,
     the deepest node first, so a node always stands behind its descendants, and the first is a leaf.
-
-    The order is a ring of links in two columns, 8 bytes a node, which no garbage collection walks.
     """
 
     wants_inner_nodes = True
-
-    def __init__(self) -> None:
-        # node `n` has place n + 1; place 0 is where the ring begins and ends
-        self._next = array("i", [0])
-        self._previous = array("i", [0])  # _ABSENT of what is not in the ring
-
-    def add(self, node: int) -> None:
-        place = node + 1
-        following, previous = self._next, self._previous
-        while place >= len(following):
-            following.append(0)
-            previous.append(_ABSENT)
-        last = previous[0]
-        following[last] = previous[0] = place
-        following[place] = 0
-        previous[place] = last
-
-    def discard(self, node: int) -> None:
-        place = node + 1
-        following, previous = self._next, self._previous
-        if place >= len(previous) or previous[place] == _ABSENT:
-            return  # subtle: the upper half of a fresh split is held before it was ever added
-        before, after = previous[place], following[place]
-        following[before] = after
-        previous[after] = before
-        previous[place] = _ABSENT
-
-    def victim(self) -> int:
-        return self._next[0] - 1
-
-    def nodes(self) -> set[int]:
-        """What was added and not discarded, for checks."""
-        found = set()
-        place = self._next[0]
-        while place:
-            found.add(place - 1)
-            place = self._next[place]
-        return found
-
-
-_ABSENT = -1
+    victim = Ring.first
+    nodes = Ring.numbers
 
 
 class Ranked:
@@ -111,6 +72,10 @@ POLICIES: "dict[str, Callable[[], Policy]]" = {
     "slru": lambda: Ranked(lambda usage, leaf: (usage.uses[leaf] > 1, usage.last_use[leaf])),
     # lowest priority first, then least recently used
     "priority": lambda: Ranked(lambda usage, leaf: (usage.priority[leaf], usage.last_use[leaf])),
+    # what is least likely to be used again per request that it would stay, learned as it happens
+    "reuse": Reuse,
+    # adaptive replacement: what was used once and what was used again, in a proportion that follows the misses
+    "arc": ARC,
 }
 
 

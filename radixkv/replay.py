@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from radixkv.cache import PrefixCache
+from radixkv.reuse import Reuse
 from radixkv.tokens import TOKEN_BYTES
 from radixkv.trace import IdRequest, IdTrace, Progress, TokenRequest, TokenTrace, Trace
 from radixkv.tree import Policy
@@ -44,13 +45,20 @@ class Row:
 
 
 def replay(
-    trace: Trace, capacity: int | None, policy: str | Policy = "lru", *, progress: Progress | None = None
+    trace: Trace,
+    capacity: int | None,
+    policy: str | Policy = "lru",
+    *,
+    bypass: bool = False,
+    progress: Progress | None = None,
 ) -> Row:
     """Run all requests through a fresh cache of `capacity` blocks of the trace's block size; None for no bound.
 
-    A request ends before the next begins. A prompt of more than `capacity` blocks is cached as far as it fits. A policy
-    object must be fresh. Cost: some 20 us a request, and 4 bytes a block of capacity, at most of those that the trace
-    could need.
+    A request ends before the next begins. A prompt of more than `capacity` blocks is cached as far as it fits. With
+    `bypass`, requests run beside the cache, as beside a host tier: what they leave goes through the same order as what
+    is there, so that a request's own tail may be the first to go. A policy object must be fresh.
+
+    Cost: some 20 us a request, and 4 bytes a block of capacity, at most of those that the trace could need.
 
     Raises: ValueError for a capacity below 1 or an unknown policy.
     """
@@ -58,7 +66,7 @@ def replay(
         raise ValueError(f"capacity must be at least 1 block, got {capacity}")
     started = time.perf_counter()
     hit_blocks = access_blocks = hit_tokens = prompt_tokens = 0
-    for request, hit in replayed(trace, capacity, policy, progress=progress):
+    for request, hit in replayed(trace, capacity, policy, bypass=bypass, progress=progress):
         hit_blocks += hit
         hit_tokens += min(hit * trace.block_size, request.num_prompt_tokens)
         prompt_tokens += request.num_prompt_tokens
@@ -72,13 +80,24 @@ def replay(
 
 
 def replayed(
-    trace: Trace, capacity: int | None, policy: str | Policy = "lru", *, progress: Progress | None = None
+    trace: Trace,
+    capacity: int | None,
+    policy: str | Policy = "lru",
+    *,
+    bypass: bool = False,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[IdRequest | TokenRequest, int]]:
     """As `replay`, request by request: each with its number of hit blocks."""
-    cache = PrefixCache(num_blocks_needed(trace, capacity), block_tokens(trace), policy=policy)
+    num_blocks = num_blocks_needed(trace, capacity)
+    num_beside = min(num_blocks, _longest(trace)) if bypass else 0
+    if policy == "reuse" and bypass:
+        policy = Reuse(lru_blocks=num_blocks)
+    cache = PrefixCache(num_blocks + num_beside, block_tokens(trace), policy=policy)
     requests: Sequence[IdRequest | TokenRequest] = trace.requests
     for request in watched(requests, progress):
-        yield request, serve(cache, request)
+        hit = serve(cache, request, max_blocks=num_blocks)
+        cache.evict(max(0, cache.num_cached_blocks - num_blocks))
+        yield request, hit
 
 
 def default_capacities(num_blocks: int) -> list[int | None]:
@@ -90,14 +109,14 @@ def default_capacities(num_blocks: int) -> list[int | None]:
     return [*sorted(capacities), None]
 
 
-def serve(cache: PrefixCache, request: IdRequest | TokenRequest) -> int:
+def serve(cache: PrefixCache, request: IdRequest | TokenRequest, *, max_blocks: int | None = None) -> int:
     """Live one request from beginning to end in a cache of its trace's blocks (see `block_tokens`); returns hit blocks.
 
     Of an `IdRequest` every id is one token in a block of one: ids are chained, so the tree of ids is the tree of
     prefixes. A `TokenRequest` lives as in an engine: at least one token is prefilled, and the last token of the answer
-    never has KV.
+    never has KV. It keeps its first `max_blocks` blocks, by default as many as the cache has.
     """
-    room = cache.num_blocks * cache.block_size * TOKEN_BYTES
+    room = (max_blocks or cache.num_blocks) * cache.block_size * TOKEN_BYTES
     if isinstance(request, IdRequest):
         path = packed_ids(request.runs if request.path is None else request.path)
         if not path:
@@ -126,9 +145,17 @@ def num_blocks_needed(trace: Trace, capacity: int | None) -> int:
     """Of `capacity` blocks, as many as the trace could ever use; None for no bound."""
     num = trace.num_blocks
     if isinstance(trace, TokenTrace):  # all that is cached, and the blocks of one request
-        sizes = (request.num_prompt_tokens + request.num_output_tokens for request in trace.requests)
-        num += max(-(-size // trace.block_size) for size in sizes)
+        num += _longest(trace)
     return max(1, num if capacity is None else min(capacity, num))
+
+
+def _longest(trace: Trace) -> int:
+    """Blocks that the longest request leaves behind, or has while it runs."""
+    if isinstance(trace, TokenTrace):
+        sizes = (request.num_prompt_tokens + request.num_output_tokens for request in trace.requests)
+        return max(-(-size // trace.block_size) for size in sizes)
+    paths = (request.runs if request.path is None else request.path for request in trace.requests)
+    return max(sum(path[1::2]) - sum(path[::2]) for path in paths)
 
 
 def packed_ids(runs: "array[int]") -> bytes:

@@ -6,9 +6,10 @@ garbage collector looks at, so a full collection at a million leaves costs nothi
 
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
-from radixkv.evicted import EvictedPrefixes
+from radixkv.evicted import EvictedPrefixes, Place
+from radixkv.learner import Learner
 from radixkv.tokens import TOKEN_BYTES, common_units
 
 BLOCK_BYTES = 4  # a block id, packed
@@ -24,7 +25,8 @@ class Policy(Protocol):
     """Which evictable leaf goes next. Leaves are ints, meaningful only until they are discarded.
 
     Two things may be defined besides: `bind(usage)` gets the `Usage` columns that keys can be read from, and
-    `wants_inner_nodes = True` asks for every node that nobody holds, the deepest of a path first.
+    `wants_inner_nodes = True` asks for every node that nobody holds, the deepest of a path first. A policy that is a
+    `radixkv.learner.Learner` too hears of everything.
     """
 
     def add(self, leaf: int, /) -> None:
@@ -95,6 +97,7 @@ class RadixTree:
         if hasattr(policy, "bind"):
             self._usage = Usage()
             policy.bind(self._usage)
+        self.learner = cast(Learner, policy) if hasattr(policy, "attach") else None
         self._roots: dict[Name, int] = {}
         self._names: dict[int, Name] = {}  # of roots; a root without a name is detached
         self._edges: dict[int, bytearray] = {}
@@ -106,6 +109,8 @@ class RadixTree:
         self._ids = array("q")  # of the node itself: new when it is made, and when its tail is evicted
         self._serial = 0
         self._unused = array("i")
+        if self.learner is not None:
+            self.learner.attach(self.width, self._holds, self._blocks)
 
     # Questions
 
@@ -233,6 +238,10 @@ class RadixTree:
             part = 0
         return num
 
+    def place_after(self, name: Name, path: list[int]) -> Place:
+        """What records of evicted runs behind the whole nodes of `path` are kept under."""
+        return self._serials[path[-1]] if path else name
+
     # Changes
 
     def hold(self, root: int, name: Name, path: list[int], part: int) -> tuple[int, int]:
@@ -264,11 +273,16 @@ class RadixTree:
             node = parent
         holds[node] += 1
 
-    def release(self, node: int, priority: int) -> None:
-        """A request that ended at `node` is gone: what nobody holds now is evictable, the deepest node first to go."""
+    def release(self, node: int, priority: int, num_known: int | None = None) -> None:
+        """A request that ended at `node` is gone: what nobody holds now is evictable, the deepest node first to go.
+
+        `num_known` is what the learner's `begin` returned, None where there was none.
+        """
         if self._usage is not None:
             for used in reversed(self.path_to(node)):
                 self._usage.touch(used, priority)
+        if self.learner is not None:
+            self.learner.touch(self.path_to(node), num_known)
         self._let_go(node)
 
     def let_go(self, node: int) -> None:
@@ -276,6 +290,8 @@ class RadixTree:
         if self._usage is not None:
             for seen in reversed(self.path_to(node)):
                 self._usage.look(seen)
+        if self.learner is not None:
+            self.learner.touch(self.path_to(node), None)
         self._let_go(node)
 
     def _let_go(self, node: int) -> None:
@@ -333,22 +349,20 @@ class RadixTree:
         session that grows turn by turn stays one node: O(len(edge)) amortised.
         """
         self.num_blocks += len(blocks)
-        family = self._children.get(node)
-        if family is None and self._holds[node] == 1 and self._parents[node] != NO_NODE:
-            self._edges[node] += edge
-            self._blocks[node] += blocks.tobytes()
-            self._serials[node] = self._next_serial()
+        learner = self.learner
+        if learner is None:
+            return self._append(node, edge, blocks, True)
+        done = 0
+        for ghost, num in learner.find(self._place(node), edge, 0, len(edge)):
+            run = edge[done * self.width : (done + num) * self.width]
+            node = self._append(node, run, blocks[done : done + num], learner.is_like(node, ghost))
+            self._serials[node] = learner.revive(ghost, num, node, self._serials[node])
+            done += num
+        if done == len(blocks):
             return node
-        child = self._new_node(node)
-        self._edges[child] = edge
-        self._blocks[child] = bytearray(blocks.tobytes())
-        self._holds[child] = 1  # the request's hold on `node` becomes its child's
-        first = bytes(edge[: self.width])
-        if family is None:
-            self._children[node] = {first: child}
-        else:
-            family[first] = child
-        return child
+        if done:
+            edge, blocks = edge[done * self.width :], blocks[done:]
+        return self._append(node, edge, blocks, learner.is_new(node))
 
     def evict(self, num: int, freed: "array[int]", stump: int = 0) -> None:
         """Evict `num` blocks, or all that are evictable; adds their ids to `freed` in the order in which they went.
@@ -358,6 +372,7 @@ class RadixTree:
 
         Raises: RuntimeError where the policy chooses what is no evictable leaf.
         """
+        record = self.evicted.record if self.learner is None else self.learner.evicted
         while num > 0 and self.num_evictable:
             leaf = self._policy.victim()
             if leaf not in self._edges or leaf in self._children or self._holds[leaf]:
@@ -381,11 +396,11 @@ class RadixTree:
                 del blocks[(have - take) * BLOCK_BYTES :]
                 end = self._serials[leaf]
                 self._serials[leaf] = self._ids[leaf] = self._next_serial()
-                self.evicted.record(self._serials[leaf], run, end)
+                record(leaf, self._serials[leaf], run, end)
                 break
             parent = self._parents[leaf]
             self._policy.discard(leaf)
-            self.evicted.record(self._place(parent), self._edges[leaf], self._serials[leaf])
+            record(leaf, self._place(parent), self._edges[leaf], self._serials[leaf])
             self._unlink(leaf)
             if parent in self._children:
                 continue
@@ -400,12 +415,16 @@ class RadixTree:
         freed = array("i")
         root = self._roots.pop(name, NO_NODE)
         if root == NO_NODE:
+            if self.learner is not None:
+                self.learner.forget([], [name])
             return freed
         del self._names[root]
         nodes = self._descendants(root)
         for node in nodes:
             if not self._holds[node] and (self._every_node or node not in self._children):
                 self._policy.discard(node)
+        if self.learner is not None:
+            self.learner.forget(nodes, [name, *(self._serials[node] for node in nodes)])
         for node in reversed(nodes):  # children before their parents
             num = len(self._blocks[node]) // BLOCK_BYTES
             self.num_blocks -= num
@@ -418,6 +437,12 @@ class RadixTree:
         if not self._holds[root]:
             self._forget(root)
         return freed
+
+    def forget_evicted(self) -> None:
+        """Forget what was evicted, in namespaces that are empty too."""
+        self.evicted.clear()
+        if self.learner is not None:
+            self.learner.forget_evicted()
 
     def names(self) -> list[Name]:
         """The namespaces under which something is cached or held."""
@@ -466,7 +491,10 @@ class RadixTree:
 
     def num_evicted_behind(self, name: Name, path: list[int], key: bytes, pos: int) -> int:
         """How many blocks of `key` from byte `pos` on were evicted from behind the whole nodes of `path`."""
-        return self.evicted.match(self._serials[path[-1]] if path else name, key, pos)
+        place = self.place_after(name, path)
+        if self.learner is not None:
+            return sum(num for _, num in self.learner.find(place, key, pos, len(key) - len(key) % self.width))
+        return self.evicted.match(place, key, pos)
 
     def draw(self, max_nodes: int, typecode: str = "i") -> Iterator[str]:
         """The tree as lines of text, children below their parents; no recursion. `typecode` is that of its tokens."""
@@ -573,7 +601,29 @@ class RadixTree:
         self._serials[node] = self._ids[node] = self._next_serial()
         if self._usage is not None:
             self._usage.start(node)
+        if self.learner is not None:
+            self.learner.start(node)
         return node
+
+    def _append(self, node: int, edge: bytearray, blocks: "array[int]", in_place: bool) -> int:
+        """Cache `edge`, which is kept, after `node`, and move a request's hold there: into the node, if that is
+        `in_place` and the request alone uses it, else into a child."""
+        family = self._children.get(node)
+        if in_place and family is None and self._holds[node] == 1 and self._parents[node] != NO_NODE:
+            self._edges[node] += edge
+            self._blocks[node] += blocks.tobytes()
+            self._serials[node] = self._next_serial()
+            return node
+        child = self._new_node(node)
+        self._edges[child] = edge
+        self._blocks[child] = bytearray(blocks.tobytes())
+        self._holds[child] = 1  # the request's hold on `node` becomes its child's
+        first = bytes(edge[: self.width])
+        if family is None:
+            self._children[node] = {first: child}
+        else:
+            family[first] = child
+        return child
 
     def _split(self, node: int, part: int) -> int:
         """Cut `node` after `part` blocks; returns the new upper node, which the caller holds at once.
@@ -594,6 +644,8 @@ class RadixTree:
         self._parents[node] = upper
         del edge[:cut]
         del blocks[: part * BLOCK_BYTES]
+        if self.learner is not None:
+            self.learner.split(node, upper, part)
         return upper
 
     def _unlink(self, node: int) -> None:

@@ -43,6 +43,22 @@ def refused(capsys, *arguments):
     return err
 
 
+def test_beside_the_cache_a_request_may_be_the_first_to_go(capsys, tmp_path):
+    """One block comes back every third time, between new ones; beside the cache it stays once that is known."""
+    path = tmp_path / "trace.jsonl"
+    ids = [number if number % 3 else 0 for number in range(600)]
+    path.write_text("".join(f'{{"input_length": 512, "hash_ids": [{number}]}}\n' for number in ids))
+    rows = [
+        run_json(capsys, path, "--capacity", 1, "--policy", "reuse,arc", *options)["rows"]
+        for options in ((), ("--bypass",))
+    ]
+    assert [row["hit_blocks"] for row in rows[0]] == [0, 0]
+    assert rows[1][0]["hit_blocks"] > 100
+    error = refused(capsys, "replay", path, "--bypass", "--workers", 2)
+    assert "--bypass" in error
+    assert "not with --workers" in error
+
+
 def test_the_table_has_a_row_for_each_policy_and_capacity_and_defines_its_rates(capsys, trace):
     assert main(["replay", str(trace), "--capacity", "1,inf", "--policy", "lru,priority"]) == 0
     out, err = capsys.readouterr()

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
-NAMES = "design", "engine", "events", "integrations", "lab", "metrics", "router"
+NAMES = "design", "engine", "events", "integrations", "lab", "metrics", "policies", "router"
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 
 

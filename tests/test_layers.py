@@ -10,8 +10,10 @@ PACKAGE = Path(__file__).parents[1] / "radixkv"
 # Each may import from the lines above its own; modules of one line do not import each other.
 LAYERS = [
     {"errors", "tokens", "pool", "stats"},
-    {"evicted"},
-    {"tree"},
+    {"evicted", "hazards", "lazy_heap", "ring", "shadow"},
+    {"ghosts", "learner"},
+    {"memory", "tree"},
+    {"arc", "reuse"},
     {"policy", "explanation", "record"},
     {"cache"},
 ]

@@ -128,7 +128,7 @@ def test_bad_arguments_are_named() -> None:
         ({"router": "random"}, "router must be one of prefix, round-robin, least-loaded, got 'random'"),
         ({"num_workers": 0}, "num_workers must be at least 1, got 0"),
         ({"capacity": 0}, "capacity must be at least 1, got 0"),
-        ({"policy": "best"}, "policy must be one of lru, lfu, fifo, slru, priority, got 'best'"),
+        ({"policy": "best"}, "policy must be one of lru, lfu, fifo, slru, priority, reuse, arc, got 'best'"),
     ):
         arguments: dict[str, Any] = {"capacity": 10, "num_workers": 2, **settings}
         with pytest.raises(ValueError) as error:  # noqa: PT011

@@ -546,7 +546,10 @@ def test_bad_arguments_are_refused_with_value_and_bound(
         ({"num_blocks": 2**31}, "num_blocks must be at most 2147483647"),
         ({"num_blocks": 8, "block_size": 0}, "block_size must be at least 1, got 0"),
         ({"num_blocks": 8, "block_size": None}, "block_size must be an int, got None"),
-        ({"num_blocks": 8, "policy": "mru"}, "policy must be one of lru, lfu, fifo, slru, priority, got 'mru'"),
+        (
+            {"num_blocks": 8, "policy": "mru"},
+            "policy must be one of lru, lfu, fifo, slru, priority, reuse, arc, got 'mru'",
+        ),
         ({"num_blocks": 8, "policy": object()}, "policy must be a name or an object with add, discard and victim"),
     ],
 )

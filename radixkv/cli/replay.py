@@ -45,6 +45,9 @@ def replay_command(
         ),
     ] = None,
     policy: Annotated[str, typer.Option(metavar="NAME,...", help=f"One or more of {', '.join(POLICIES)}.")] = "lru",
+    bypass: Annotated[
+        bool, typer.Option("--bypass", help="Requests run beside the cache, as beside a host tier.")
+    ] = False,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -70,6 +73,8 @@ def replay_command(
         raise typer.BadParameter(f"not with a TRACE ({reading.traces[0]})", param_hint="--synthetic")
     if router is not None and workers is None:
         raise typer.BadParameter("chooses between --workers, of which there are none", param_hint="--router")
+    if bypass and workers is not None:
+        raise typer.BadParameter("not with --workers", param_hint="--bypass")
     policies = parse_policies(policy)
     capacities = parse_capacities(capacity)
     routers: Sequence[str | None] = [None] if workers is None else _parse_routers(router)
@@ -88,7 +93,7 @@ def replay_command(
             bar.update(task, description=f"{name} {count(blocks)} {via or ''}", total=len(runs))
             watch = partial(advance, bar, task, done)
             if via is None or workers is None:
-                rows.append(replay(trace, blocks, name, progress=watch))
+                rows.append(replay(trace, blocks, name, bypass=bypass, progress=watch))
             else:
                 routed.append(_replay_routed(trace, blocks, name, num_workers=workers, router=via, progress=watch))
     result = {**head(trace), "rows": [asdict(row) for row in rows or routed]}

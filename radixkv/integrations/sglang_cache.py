@@ -466,7 +466,8 @@ _FREE = -1  # the page of a free place
 _SHARE = 256  # see `evict_for_alloc`
 _STUMP = 15  # tokens that are not worth keeping when as many before them are evicted; matters to pages below 16
 _POLICIES: dict[str, Callable[[], Policy]] = {
-    **POLICIES,
+    # not those that learn: SGLang does not say which of its matches begin a request
+    **{name: make for name, make in POLICIES.items() if name not in ("reuse", "arc")},
     "mru": lambda: Ranked(lambda usage, leaf: -usage.last_use[leaf]),
     "filo": lambda: Ranked(lambda usage, leaf: -usage.created[leaf]),
 }
