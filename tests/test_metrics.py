@@ -429,6 +429,37 @@ def test_a_forgotten_block_begins_anew(call, running):
     assert gaps_of_a_hit(make, num_blocks=6) == 0
 
 
+@pytest.mark.parametrize("call", ["reset", "clear"])
+def test_a_forgotten_block_begins_anew_where_its_last_holder_has_a_copy(call):
+    def make(cache):
+        first, second = cache.allocate(range(12)), cache.allocate(range(12))
+        cache.commit(first)
+        cache.commit(second)  # keeps its own blocks beside those of the first, which it holds
+        cache.free(first)
+        getattr(cache, call)(*[None] * (call == "clear"))
+        cache.free(second)
+        assert cache.num_free_blocks == 6
+        run(cache, [7])
+        return hit_while_running(cache, 12)
+
+    assert gaps_of_a_hit(make, num_blocks=6, swap_duplicates=False) == 0
+
+
+@pytest.mark.parametrize("call", [None, "reset", "clear"])
+def test_copies_from_before_the_watch_begin_anew(call):
+    cache = PrefixCache(6, SIZE, swap_duplicates=False)
+    before = [cache.allocate(range(12)) for _ in range(2)]
+    for request in before:
+        cache.commit(request)
+    if call:
+        getattr(cache, call)(*[None] * (call == "clear"))
+    observer = Observer(cache, sample=1)
+    for request in before:
+        cache.free(request)
+    hit = hit_while_running(cache, 12)
+    assert (observer.reuse_gap.total, sum(observer.reuse_gap.counts)) == (0, hit.num_cached_tokens // SIZE)
+
+
 def test_with_tables_that_only_grow_the_cached_copy_is_what_was_used():
     def make(cache):
         first, second = cache.allocate(range(12)), cache.allocate(range(12))

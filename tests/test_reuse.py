@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from reuse_model import Model
 
-from radixkv import PrefixCache, reuse
+from radixkv import OutOfBlocksError, PrefixCache, reuse
 from radixkv.curve import Curve, optimum
 from radixkv.reuse import Reuse
 from radixkv.shadow import Guard
@@ -296,3 +296,15 @@ def test_a_small_loss_is_borne_and_a_large_one_is_not() -> None:
             if guard.active:
                 break
         assert guard.active == expected
+
+
+def test_a_path_that_running_requests_hold_can_be_touched_again_and_again() -> None:
+    cache = PrefixCache(4, 1, policy="reuse")
+    for tokens in ([1, 0, 1], [0], [0, 0]):
+        try:
+            cache.commit(cache.allocate(tokens))
+        except OutOfBlocksError:
+            continue
+    for tokens in ([1], [0, 1], [1], [1, 0, 1]):
+        cache.touch(tokens)
+    cache.check()
