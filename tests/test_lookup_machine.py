@@ -151,7 +151,7 @@ class LookupMachine(RadixKVMachine):
 
 
 @pytest.mark.parametrize("swap", [True, False], ids=["swap", "append-only"])
-@pytest.mark.parametrize("policy", ["lru", "lfu", "reuse", MostRecentFirst])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "reuse", "arc", MostRecentFirst])
 def test_lookups_touches_and_decode_steps_behave_like_the_model(policy: Any, swap: bool) -> None:
     class Machine(LookupMachine):
         eviction = "lru" if policy == "lru" else "as needed"
