@@ -74,7 +74,29 @@ def matching(num_rounds: int) -> None:
         cache.match(prompt)
 
 
-PARTS: dict[str, Callable[[int], None]] = {"chats": chats, "decoding": decoding, "matching": matching}
+def stepping(num_rounds: int) -> None:
+    """Steps of an engine: 8 requests decode together, while 8 prompts wait, and are asked for and kept."""
+    rng = random.Random(0)
+    cache = PrefixCache(2000, 16)
+    requests = [cache.allocate(tokens(rng, 100 + number)) for number in range(8)]
+    system = tokens(rng, 1000)
+    request = cache.allocate(system)
+    cache.commit(request)
+    cache.free(request)
+    waiting = [cache.lookup(system + tokens(rng, 500)) for _ in range(8)]
+    for step in range(num_rounds * 8):
+        cache.decode(requests, [step] * 8)
+        for lookup in waiting:
+            cache.touch(lookup)
+            cache.match(lookup)
+
+
+PARTS: dict[str, Callable[[int], None]] = {
+    "chats": chats,
+    "decoding": decoding,
+    "matching": matching,
+    "stepping": stepping,
+}
 
 
 def tokens(rng: random.Random, num: int) -> bytes:

@@ -203,12 +203,15 @@ class PrefixCache:
             for name in ("attach", "check_namespace", "stored", "removed", "cleared"):
                 if isinstance(events, type) or not callable(getattr(events, name, None)):
                     raise TypeError(f"events must be an object such as radixkv.events.ZmqPublisher, got {events!r}")
-            events.attach(self._num_blocks, self._block_size, self._runs)
-        self.record: Recorder | None = None
         if record is not None:
-            from radixkv.record import start_record  # here: importing radixkv stays fast
+            from radixkv.record import Recorder, start_record  # here: importing radixkv stays fast
 
-            self.record = start_record(self, record)
+            record = record if isinstance(record, Recorder) else Recorder(record)
+        if events is not None:  # subtle: after the record, or a path that cannot be written would use them up
+            events.attach(self._num_blocks, self._block_size, self._runs)
+        self.record: Recorder | None = record
+        if record is not None:
+            start_record(self, record)
 
     # Questions
 
@@ -472,7 +475,7 @@ class PrefixCache:
         """One decode step: the KV of all tokens so far is written, and `tokens[i]` comes next in `requests[i]`.
 
         As `commit` and `append` for each, all or nothing, and a third cheaper. Returns the requests whose block table
-        changed.
+        changed. New blocks are taken before duplicates come back, so it may lack room where one by one would fit.
 
         Raises: OutOfBlocksError; ValueError and TypeError for bad tokens and requests, and for one given twice.
         """
@@ -571,9 +574,7 @@ class PrefixCache:
 
         In the policy's order, each leaf from its tail, so no block goes before what was built on it.
         """
-        evicted = self._evict(_integer("num_blocks", num_blocks, 0, None)).tolist()
-        self._stats.evicted_by_call += len(evicted)
-        return evicted
+        return self._evict(_integer("num_blocks", num_blocks, 0, None), by_call=True).tolist()
 
     def reset(self) -> None:
         """Forget every prefix (new weights, say). Running requests go on, but nothing old and nothing that they commit
@@ -669,16 +670,19 @@ class PrefixCache:
                 self._stats.failed_allocations += 1
                 raise OutOfBlocksError(num, len(self._pool), self._tree.num_evictable)
             self._evict(short)
-            self._stats.evicted_for_room += short
         return self._pool.take(num)
 
-    def _evict(self, num: int) -> "array[int]":
+    def _evict(self, num: int, *, by_call: bool = False) -> "array[int]":
         freed = array("i")
         try:
             self._tree.evict(num, freed)
         finally:  # whatever a policy of somebody's own raises, no block is lost
             self._pool.give(freed)
             self._stats.evicted_blocks += len(freed)
+            if by_call:
+                self._stats.evicted_by_call += len(freed)
+            else:
+                self._stats.evicted_for_room += len(freed)
             if self._events is not None and freed:
                 self._events.removed(freed)
         return freed

@@ -11,14 +11,16 @@ import logging
 import re
 import socket
 import threading
+import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 
 try:
     import zmq
 
-    from radixkv.event_log import Changes, EventLog, EventRecorder
+    from radixkv.event_log import Changes, EventLog, EventRecorder, check_text
     from radixkv.hashing import namespace_salt
     from radixkv.kv_events import WIRES, Wire
 except ModuleNotFoundError as error:
@@ -32,8 +34,11 @@ logger = logging.getLogger("radixkv.events")
 _END = b"", (-1).to_bytes(8, "big", signed=True), b""
 _MAX_BATCHES = 10_000  # that are kept for a replay
 _MAX_UNSENT = 1_000  # batches for a router that does not read, then it misses some
+_MAX_ANSWERS = 16  # messages of a replay that wait for a router to read, then it is sent no more until it does
+_MAX_WAIT_MS = 1_000  # until it is looked whether it has read
 _MAX_REQUEST_BYTES = 1024  # who sends more is disconnected
 _LINGER_MS = 200  # for what is unsent when it ends
+_MAX_PORT = 65_535
 _PORT = re.compile(r"(tcp://.*:)(\d+)")
 
 
@@ -60,15 +65,17 @@ class ZmqPublisher:
     ) -> None:
         """Binds its sockets, so that routers can connect; the rank is added to the ports.
 
-        Each call that changes the cache is a batch; with `autoflush=False` the engine ends them with `flush()`, once a
-        step. For replays the last 10,000 batches are kept, `max_replay_bytes` at most; who asks for more gets all that
-        is cached in one.
+        Each commit, eviction, clear and reset is a batch; with `autoflush=False` the engine ends them with `flush()`,
+        once a step. For replays the last 10,000 batches are kept, `max_replay_bytes` at most; who asks for more gets
+        all that is cached in one.
 
         Raises: OSError if an endpoint is in use or cannot be bound; ValueError and TypeError for bad values.
         """
-        for name, value in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint), ("topic", topic)):
-            if not isinstance(value, str) and (value is not None or name != "replay_endpoint"):
-                raise TypeError(f"{name} must be a str, got {value!r}")
+        check_text("endpoint", endpoint)
+        if replay_endpoint is not None:
+            check_text("replay_endpoint", replay_endpoint)
+        check_text("topic", topic)
+        check_text("medium", medium)
         if wire not in WIRES:
             raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {wire!r}")
         for name, number, low in (
@@ -92,15 +99,20 @@ class ZmqPublisher:
         self._is_closed = False
         self._context = zmq.Context()
         self._replays: zmq.Socket[bytes] | None = None
+        self._answers: dict[bytes, deque[tuple[bytes, ...]]] = {}  # who asked for a replay: what is left to send
+        self._num_complaints = 0
         try:
             self._publications, self.endpoint = self._bind(zmq.PUB, endpoint, _MAX_UNSENT)
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
-                self._replays, self.replay_endpoint = self._bind(zmq.ROUTER, replay_endpoint, 2 * _MAX_BATCHES)
+                self._replays, self.replay_endpoint = self._bind(zmq.ROUTER, replay_endpoint, _MAX_ANSWERS)
+                self._replays.set(zmq.ROUTER_MANDATORY, 1)  # tell where there is no room, rather than drop
             self._bell, self._ears = socket.socketpair()  # wakes the thread; safe in any, unlike a ZeroMQ socket
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        sockets = self._publications, self._replays
+        weakref.finalize(self, _destroy, self._context, sockets).atexit = False
         self._bell.setblocking(False)
         self._ears.setblocking(False)
 
@@ -162,7 +174,10 @@ class ZmqPublisher:
             self._wake()
 
     def close(self) -> None:
-        """Publish what is left and release the ports. The cache may go on, unheard."""
+        """Publish what is left and release the ports. The cache may go on, unheard.
+
+        In the thread of the cache; in another, what changes just then may be missing.
+        """
         if self._is_closed:
             return
         self.flush()
@@ -194,34 +209,59 @@ class ZmqPublisher:
         poller.register(self._ears, zmq.POLLIN)
         if self._replays is not None:
             poller.register(self._replays, zmq.POLLIN)
+        wait_ms = 1
         while True:
             is_last = self._is_closed  # subtle: before what is taken, so that nothing flushed before it is left
             for number, changes in self._changes.take():
                 payload = log.write(number, changes)
                 self._publications.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
             if self._replays is not None:
-                self._answer(self._replays, log)
+                self._take_request(self._replays, log)
+                wait_ms = 1 if self._answer(self._replays) else min(2 * wait_ms, _MAX_WAIT_MS)
             if is_last:
                 return
-            poller.poll()
+            poller.poll(wait_ms if self._answers else None)
             self._listen()
 
-    def _answer(self, replays: "zmq.Socket[bytes]", log: EventLog) -> None:
-        """Answer one who has asked for a replay, if there is one; the next is answered after what is new was sent."""
+    def _take_request(self, replays: "zmq.Socket[bytes]", log: EventLog) -> None:
+        """Take one request for a replay, if there is one; the next is taken after what is new was sent."""
         if not replays.poll(0):
             return
         *sender, request = replays.recv_multipart()
-        batches: list[tuple[int, bytes]] = []
+        answer: deque[tuple[bytes, ...]] = deque()
         if len(request) == 8:
-            batches = log.replay(int.from_bytes(request, "big"))
+            for number, payload in log.replay(int.from_bytes(request, "big")):
+                answer.append((*sender, self._topic, number.to_bytes(8, "big"), payload))
         else:
-            logger.warning("a request for a replay must be a number of 8 bytes, got %r", request[:80])
-        for number, payload in batches:
-            replays.send_multipart((*sender, self._topic, number.to_bytes(8, "big"), payload))
-        replays.send_multipart((*sender, *_END))
+            self._complain(f"must be a number of 8 bytes, got {request[:80]!r}")
+        answer.append((*sender, *_END))
+        if sender[0] in self._answers:  # subtle: one answer a router, or what waits for who never reads has no bound
+            self._complain("came before the last one was read, whose answer ends here")
+        self._answers[sender[0]] = answer
+
+    def _answer(self, replays: "zmq.Socket[bytes]") -> bool:
+        """Send of the replays what routers have room for; returns whether that was anything."""
+        has_sent = False
+        for router, answer in [*self._answers.items()]:
+            try:
+                while answer:
+                    replays.send_multipart(answer[0], zmq.NOBLOCK)
+                    answer.popleft()
+                    has_sent = True
+            except zmq.Again:
+                continue
+            except zmq.ZMQError:  # it is gone
+                pass
+            del self._answers[router]
+        return has_sent
+
+    def _complain(self, what: str) -> None:
+        self._num_complaints += 1
+        if self._num_complaints & (self._num_complaints - 1) == 0:  # the first, second, fourth, ...
+            logger.warning("a request for a replay %s (bad requests so far: %d)", what, self._num_complaints)
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # it has been woken often enough
+        with suppress(OSError):  # it has been woken often enough, or another thread is closing
             self._bell.send(b"\0")
 
     def _listen(self) -> None:
@@ -233,7 +273,11 @@ class ZmqPublisher:
         bound = self._context.socket(kind)
         bound.set_hwm(max_unsent)
         bound.set(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
+        bound.set(zmq.IPV6, "[" in endpoint)
         ranked = _ranked(endpoint, self._rank)
+        port = _PORT.fullmatch(ranked)
+        if port and int(port[2]) > _MAX_PORT:  # subtle: ZeroMQ would take it modulo 2^16
+            raise ValueError(f"KV events cannot be published on {ranked}: a port is at most {_MAX_PORT}")
         try:
             bound.bind(ranked)
         except zmq.ZMQError as error:
@@ -244,9 +288,18 @@ class ZmqPublisher:
         return bound, bound.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
+def _destroy(context: "zmq.Context[zmq.Socket[bytes]]", _sockets: object) -> None:
+    """End a context whose owner was never closed.
+
+    subtle: the sockets are kept alive for it, as a context that the garbage collector gets together with its sockets
+    waits for them forever.
+    """
+    context.destroy(linger=0)
+
+
 def _ranked(endpoint: str, rank: int) -> str:
     """The endpoint of a data-parallel rank: its port is that many higher, a path has the rank at its end."""
-    if not rank or endpoint.endswith(":*"):
+    if not rank or endpoint.endswith((":*", ":0")):  # any port that is free
         return endpoint
-    port = _PORT.fullmatch(endpoint)
-    return f"{port[1]}{int(port[2]) + rank}" if port else f"{endpoint}_dp{rank}"
+    found = _PORT.fullmatch(endpoint)
+    return f"{found[1]}{int(found[2]) + rank}" if found else f"{endpoint}_dp{rank}"

@@ -22,7 +22,7 @@ _MAX_DEPTH = 16
 def block_hashes(tokens: bytes, block_size: int, *, parent: int | None = None, seed: int = SEED) -> list[int]:
     """The 64-bit ids of the whole blocks of packed tokens (see `radixkv.tokens`) that continue block `parent`.
 
-    About half a microsecond a block.
+    About 0.2 us a block of 16 tokens.
     """
     width = block_size * TOKEN_BYTES
     digest, pack = xxh3_64_intdigest, _PAIR.pack

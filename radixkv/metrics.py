@@ -22,6 +22,7 @@ except ModuleNotFoundError as error:
 
 from radixkv.cache import PrefixCache
 from radixkv.observer import BOUNDS, DEFAULT_NAMESPACES, Histogram, Lookups, Observer
+from radixkv.reuse import Reuse
 from radixkv.tree import shown_name
 
 _Read = TypeVar("_Read")
@@ -38,6 +39,13 @@ _COUNTERS = {
     "resumed_hit_tokens": ("radixkv_resumed_hit_tokens", "Tokens of those that were still cached."),
     "failed_allocations": ("radixkv_failed_allocations", "Calls that found too few blocks free or evictable."),
     "duplicates_freed": ("radixkv_duplicate_blocks", "Blocks computed twice, of which the later copy was freed."),
+}
+# of `ReuseStats`
+_REUSE_COUNTERS = {
+    "asked_blocks": ("radixkv_reuse_asked_blocks", "Blocks of all prompts, under the policy reuse."),
+    "hit_blocks": ("radixkv_reuse_hit_blocks", "Of those, blocks that were cached."),
+    "lru_hit_blocks": ("radixkv_reuse_lru_hit_blocks", "Of those, blocks that LRU would have had."),
+    "switches": ("radixkv_reuse_guard_switches", "How often LRU order was taken up because the policy was behind it."),
 }
 
 
@@ -130,6 +138,23 @@ def _collect_caches(watched: Sequence[tuple[str, PrefixCache]]) -> Iterator[Metr
         size.add_metric([name], cache.block_size)
         running.add_metric([name], len(cache._running))
     yield from (*counters.values(), evicted, blocks, size, running)
+    yield from _collect_reuse([(name, cache.policy) for name, cache in watched if isinstance(cache.policy, Reuse)])
+
+
+def _collect_reuse(watched: Sequence[tuple[str, Reuse]]) -> Iterator[Metric]:
+    counters = {
+        field: CounterMetricFamily(name, documentation, labels=["name"])
+        for field, (name, documentation) in _REUSE_COUNTERS.items()
+    }
+    guarded = GaugeMetricFamily("radixkv_reuse_guarded", "1 while LRU order is used instead.", labels=["name"])
+    since = GaugeMetricFamily("radixkv_reuse_guarded_since_lookup", "The lookup since which it is so.", labels=["name"])
+    for name, policy in watched:
+        stats = policy.stats
+        for field, counter in counters.items():
+            counter.add_metric([name], getattr(stats, field))
+        guarded.add_metric([name], stats.guarded)
+        since.add_metric([name], stats.since)
+    yield from (*counters.values(), guarded, since)
 
 
 def _collect_observers(watched: Sequence[tuple[str, Observer]]) -> Iterator[Metric]:

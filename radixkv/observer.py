@@ -7,7 +7,7 @@ are wrapped in that one cache.
 import random
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from radixkv.cache import Lookup, PrefixCache, Request
 from radixkv.explanation import Explanation
 from radixkv.tokens import TOKEN_BYTES
-from radixkv.tree import typed_name
+from radixkv.tree import Run, typed_name
 
 REASONS = ("cold", "capacity", "broken_prefix", "block_rounding", "last_token", "namespace")  # as `radixkv.explain`
 BOUNDS = (0, *(4**power for power in range(11)))  # ticks; upper, included
@@ -90,12 +90,10 @@ class Observer:
         self._random = random.Random(seed)
         self._left = self._draw()  # lookups up to the next sample
         self._tick = 1
-        # when a request that used the block ended, 0 where none did; invariant: 0 for free blocks
-        self._last_use = array("q", [self._tick]) * cache.num_blocks
+        # when a request that used the block ended, 0 where none did; invariant: 0 for what is not cached
+        self._last_use = array("q", bytes(8 * cache.num_blocks))
         self._ages = np.frombuffer(self._last_use, np.int64)
-        self._forget(cache._pool.free_blocks())
-        for request in cache._running:
-            self._forget(request._table[request._published // cache.block_size :])
+        self._ages[_indices(_blocks(cache._runs()))] = self._tick
         self._wrap(cache)
 
     def _draw(self) -> int:
@@ -104,7 +102,7 @@ class Observer:
     def _wrap(self, cache: PrefixCache) -> None:
         allocate, free, evict = cache.allocate, cache.free, cache._evict
         explain, touch, reset, clear = cache.explain, cache.touch, cache.reset, cache.clear
-        size, tree, pool = cache.block_size, cache._tree, cache._pool
+        size, tree = cache.block_size, cache._tree
 
         def observed_allocate(tokens: Any, **options: Any) -> Request:
             if options.get("resumed") or not options.get("cacheable", True):
@@ -133,12 +131,9 @@ class Observer:
         def observed_free(request: Request) -> None:
             free(request)
             num = request._published // size
-            if not num:
+            if not num or not tree.is_live(request._root):
                 return
             blocks = request._table[:num]
-            if not tree.is_live(request._root):
-                self._forget(blocks)
-                return
             if request._duplicates:
                 blocks = tree.blocks_of(tree.path_to(request._node), 0)
             self._ages[_indices(blocks)] = self._tick
@@ -151,8 +146,8 @@ class Observer:
                 self._ages[_indices(tree.blocks_of(path, part))] = self._tick
             return num_tokens
 
-        def observed_evict(num: int) -> "array[int]":
-            evicted = evict(num)
+        def observed_evict(num: int, **options: bool) -> "array[int]":
+            evicted = evict(num, **options)
             if len(evicted) > _FEW:
                 blocks = _indices(evicted)
                 self.idle.add_all(self._tick - self._ages[blocks])
@@ -171,11 +166,12 @@ class Observer:
 
         def observed_reset() -> None:
             reset()
-            self._forget(pool.free_blocks())
+            self._ages[:] = 0
 
         def observed_clear(namespace: Hashable) -> None:
+            gone = _blocks(tree.runs([typed_name(namespace)]))
             clear(namespace)
-            self._forget(pool.free_blocks())
+            self._ages[_indices(gone)] = 0
 
         wrappers: dict[str, Callable[..., Any]] = {
             "allocate": observed_allocate,
@@ -187,10 +183,6 @@ class Observer:
         }
         for name, wrapper in wrappers.items():
             setattr(cache, name, wraps(getattr(cache, name))(wrapper))
-
-    def _forget(self, blocks: "array[int]") -> None:
-        """They are free, or will be without having been cached."""
-        self._ages[_indices(blocks)] = 0
 
     def _count(self, request: Request, explanation: Explanation, size: int) -> None:
         """A sampled lookup that has just begun; `explanation` is from right before."""
@@ -209,6 +201,14 @@ class Observer:
                 return self.other_namespaces
             lookups = self.namespaces[key] = Lookups()
         return lookups
+
+
+def _blocks(runs: Iterable[Run]) -> "array[int]":
+    """All that is cached in the runs."""
+    blocks = array("i")
+    for *_, more in runs:
+        blocks += more
+    return blocks
 
 
 def _indices(blocks: "array[int]") -> NDArray[np.intp]:

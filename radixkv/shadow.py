@@ -38,8 +38,9 @@ class ShadowLRU:
         """`request`, the last one or one after it, used a path of so many blocks, which were forgotten."""
         self._num_last[request] = self._num_last.get(request, 0) + length
         self._lengths[request] = max(self._lengths.get(request, 0), length)
-        self._num_after += length
-        while self._num_after > self.room:
+        if request > self._edge:  # subtle: one that is touched again may be the edge already
+            self._num_after += length
+        while self._num_after > self.room and self._edge < request:
             self._num_last.pop(self._edge, None)
             self._lengths.pop(self._edge, None)
             self._edge += 1

@@ -7,6 +7,7 @@ of vLLM, SGLang and `radixkv.events`, see docs/events.md.
 import logging
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
@@ -91,6 +92,7 @@ class EventSubscriber:
         self._poller = zmq.Poller()
         self._feeds: dict[Hashable, _Feed] = {}
         self._stats = SubscriberStats()
+        weakref.finalize(self, _close, self._context, self._feeds).atexit = False
 
     @property
     def workers(self) -> list[Hashable]:
@@ -107,15 +109,19 @@ class EventSubscriber:
 
         What it has cached already comes by a replay, with its next batch; without a replay endpoint it stays unknown.
 
-        Raises: ValueError for a worker that is followed already, or an endpoint that is none.
+        Raises: ValueError for a worker that is followed already, or an endpoint that is none; TypeError for a topic
+        that is no str. Then nothing was connected.
         """
         if worker in self._feeds:
             raise ValueError(f"worker {worker!r} is followed already, at {self._feeds[worker].endpoint}")
+        if not isinstance(topic, str):
+            raise TypeError(f"topic must be a str, got {topic!r}")
+        prefix = topic.encode()
         if replay_endpoint is not None:
             self._connected(zmq.DEALER, replay_endpoint).close()  # to see that it is one
         socket = self._connected(zmq.SUB, endpoint)
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        socket.subscribe(topic)
+        socket.subscribe(prefix)
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         self._feeds[worker] = _Feed(worker, endpoint, replay_endpoint, socket, monitor)
@@ -159,8 +165,7 @@ class EventSubscriber:
 
     def close(self) -> None:
         """Follow nobody any more; the index stays as it is."""
-        self._feeds.clear()
-        self._context.destroy(linger=0)
+        _close(self._context, self._feeds)
 
     def __enter__(self) -> "EventSubscriber":
         return self
@@ -176,6 +181,7 @@ class EventSubscriber:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
         socket.setsockopt(zmq.LINGER, 0)
         try:
+            socket.setsockopt(zmq.IPV6, "[" in endpoint)
             socket.connect(endpoint)
         except (zmq.ZMQError, TypeError) as error:
             socket.close()
@@ -254,6 +260,8 @@ class EventSubscriber:
         while feed.monitor.poll(0):
             recv_monitor_message(feed.monitor)
             self._stats.lost_connections += 1
+            if feed.is_suspect:  # it is logged already, and what answers there may hang up many times a second
+                continue
             feed.is_suspect = True
             logger.warning(
                 "worker %r at %s: the connection was lost; its %d blocks stay in the index until it is back or removed",
@@ -339,6 +347,12 @@ class EventSubscriber:
             if feed.replay is not None:
                 feed.held += held
                 return
+
+
+def _close(context: "zmq.Context[_Socket]", feeds: dict[Hashable, _Feed]) -> None:
+    # subtle: feeds only now, as a context that the garbage collector gets with its sockets waits for them forever
+    context.destroy(linger=0)
+    feeds.clear()
 
 
 def _receive(socket: _Socket) -> list[bytes] | None:

@@ -25,7 +25,6 @@ import math
 import os
 import random
 import reprlib
-import sys
 import zlib
 from array import array
 from bisect import bisect_left, insort
@@ -578,7 +577,7 @@ def _read_lines(path: str | os.PathLike[str], progress: Progress | None) -> Iter
 
 
 def _open(path: str | os.PathLike[str]) -> io.BufferedReader:
-    return open(sys.stdin.fileno() if path == "-" else path, "rb", closefd=path != "-")
+    return open(0 if path == "-" else path, "rb", closefd=path != "-")  # 0: stdin, open or not
 
 
 def _of_part(progress: Progress | None, part: int, num_parts: int) -> Progress | None:

@@ -202,7 +202,7 @@ def test_events_are_measured_beside_a_cache_without() -> None:
 
 
 def test_guard_sees_a_manager_that_became_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = {"chats": 100.0, "decoding": 10.0, "matching": 1.0}
+    costs = {"chats": 100.0, "decoding": 10.0, "matching": 1.0, "stepping": 1.0}
     baseline = tmp_path / "guard.json"
     baseline.write_text(json.dumps({f"fake, {guard.python()}": costs}))
     monkeypatch.setattr(guard, "BASELINE", baseline)

@@ -243,6 +243,7 @@ def test_the_version_and_the_help_are_printed(capsys):
             ["--workers", "2", "--router", "random"],
             "--router: 'random' is not one of prefix, round-robin, least-loaded",
         ),
+        (["--workers", "2", "--router", ""], "--router: '' is not one of"),
         (["--router", "prefix"], "--router: chooses between --workers, of which there are none"),
         (["--frobnicate"], "--frobnicate"),
     ],
@@ -322,6 +323,30 @@ def test_a_closed_stdout_gives_no_traceback(arguments):
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) in (0, 1)
+
+
+def started_with(redirection, *arguments):
+    """The exit code and what was said, of a program that a shell starts with its streams as `redirection` has them."""
+    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", *RADIXKV, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["replay"], ["convert"], ["--version"]])
+def test_a_full_disk_behind_stdout_gets_one_line(arguments):
+    code, _, err = started_with("> /dev/full", *arguments)
+    assert (code, err) == (2, "radixkv: stdout: No space left on device\n")
+
+
+def test_streams_that_were_never_opened_give_no_traceback(trace, tmp_path):
+    written = tmp_path / "rows.json"
+    assert started_with(">&-", "replay", trace, "--json", written) == (0, "", "")
+    assert json.loads(written.read_text())["requests"] == 3
+    code, out, _ = started_with("2>&-", "replay", trace)
+    assert code == 0
+    assert "lru" in out
+    assert started_with("2>&-", "replay", tmp_path / "missing") == (2, "", "")
+    assert started_with("<&-", "replay", "-") == (2, "", "radixkv: stdin: Bad file descriptor\n")
 
 
 def test_progress_is_shown_on_a_terminal_and_not_on_stdout(trace):

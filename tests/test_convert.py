@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pytest
 from chats import TRACES, bodies, library_chats, needs_traces, write
@@ -141,6 +142,22 @@ def test_what_is_there_stays_when_the_input_is_bad(capsys, tmp_path):
     assert main(["convert", str(bad), "-o", str(out)]) == 2
     assert "bad:1: tokens: must have at least one token" in capsys.readouterr().err
     assert out.read_text() == "precious"
+
+
+def test_what_is_no_regular_file_is_written_to_and_not_replaced(tmp_path):
+    """A device, say, which root could replace by a file."""
+    few = write(tmp_path / "few", bodies(library_chats()[:1]))
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    target.write_text("old")
+    link.symlink_to(target)
+    assert main(["convert", str(few), "-o", str(link), "--salt", "s"]) == 0
+    assert link.is_symlink()
+    os.mkfifo(pipe)
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb") as end:
+        assert main(["convert", str(few), "-o", str(pipe), "--salt", "s"]) == 0
+        assert end.read() == target.read_bytes()
+    assert pipe.is_fifo()
+    assert sorted(tmp_path.iterdir()) == sorted([few, pipe, link, target])
 
 
 @pytest.mark.parametrize(

@@ -492,6 +492,10 @@ def test_namespaces_share_nothing() -> None:
             assert (request.num_cached_tokens, request.tokens) == (cached, reply(asked, 3))
         with pytest.raises(TypeError, match="hashable"):
             engine.submit(asked, namespace=[])
+        for namespace in (1, True):  # equal, but not the same: neither waits for the other's prefix
+            engine.submit(asked, Sampling(max_new_tokens=3), namespace=namespace)
+        engine.step()
+        assert (engine.num_running, engine.num_waiting) == (2, 0)
 
 
 # What goes wrong

@@ -205,11 +205,25 @@ def test_a_recorder_makes_events_of_it() -> None:
     assert recorder.take() == []
 
 
+def test_a_medium_that_is_no_text_is_refused() -> None:
+    with pytest.raises(TypeError, match="medium must be a str, got 5"):
+        EventRecorder(medium=5)  # type: ignore[arg-type]
+
+
 def test_a_recorder_belongs_to_one_cache() -> None:
     recorder = EventRecorder()
     PrefixCache(4, events=recorder)
     with pytest.raises(ValueError, match="belong to another cache already"):
         PrefixCache(4, events=recorder)
+
+
+def test_a_record_that_cannot_be_written_leaves_the_events_to_another_cache(tmp_path: Any) -> None:
+    recorder = EventRecorder()
+    with pytest.raises(FileNotFoundError):
+        PrefixCache(4, events=recorder, record=tmp_path / "nowhere" / "trace.jsonl")
+    assert recorder.take() == []
+    PrefixCache(4, events=recorder)
+    assert recorder.take() == [AllBlocksCleared()]
 
 
 # On the way

@@ -568,6 +568,17 @@ def test_a_session_wants_a_batch_of_token_ids(ids: Any, error: type[Exception], 
 # What bypasses the cache
 
 
+@pytest.mark.parametrize("policy", ["reuse", "arc", "slru"])
+def test_any_policy_serves_the_same_replies(policy: str) -> None:
+    cache = fresh(num_blocks=5, policy=policy)
+    for number in (43, 44, 43, 45, 43):
+        ids = prompt(2 * SIZE + 3, number)[None]
+        assert torch.equal(cache.generate(ids, **GREEDY), plain(ids))
+        cache.check()
+    assert cache.stats.evicted_blocks > 0
+    assert cache.stats.cached_tokens >= 2 * SIZE
+
+
 def own_cache() -> dict[str, Any]:
     return {CACHE_ARGUMENT: transformers.DynamicCache()}
 

@@ -92,6 +92,18 @@ def test_a_request_of_a_lookup_commits_its_own_tokens_only() -> None:
     assert (cache.match([1, 4, 5, 6]), cache.match(lookup)) == (4, 0)
 
 
+def test_a_fork_has_the_tokens_that_its_request_has_left_of_a_lookup() -> None:
+    cache = PrefixCache(100, block_size=2)
+    lookup = cache.lookup([1, 2, 3])
+    request = cache.allocate(lookup)
+    cache.truncate(request, 2)
+    lookup.extend([7, 7])
+    fork, _ = cache.fork(request)
+    cache.append(fork, [4, 5])
+    cache.commit(fork)
+    assert (cache.match([1, 2, 4, 5]), cache.match(lookup)) == (4, 2)
+
+
 def test_a_lookup_is_of_one_cache_and_one_namespace() -> None:
     cache = PrefixCache(8, block_size=1)
     cached(cache, [1, 2], namespace="a")
@@ -240,6 +252,14 @@ def test_a_decode_step_switches_duplicates_to_the_cached_block() -> None:
     assert cache.decode(requests, [3, 3, 3]) == requests
     assert len({request.block_table[0] for request in requests}) == 1
     assert cache.num_free_blocks == 16 - 1 - 3
+    cache.check()
+
+
+def test_a_decode_step_names_who_was_switched_without_a_new_block() -> None:
+    cache = PrefixCache(16, block_size=2)
+    requests = [cache.allocate([1, 2, 3]) for _ in range(2)]
+    assert cache.decode(requests, [4, 4]) == requests[1:]
+    assert requests[0].block_table[0] == requests[1].block_table[0]
     cache.check()
 
 

@@ -142,6 +142,24 @@ def test_the_bench_says_what_it_measured():
 # Several caches
 
 
+def test_the_policy_reuse_shows_what_lru_would_have_hit(registry, metrics):
+    plain, cache = PrefixCache(6, SIZE), PrefixCache(6, SIZE, policy="reuse")
+    metrics.watch(plain, "plain")
+    assert not [name for name, _ in scraped(registry) if name.startswith("radixkv_reuse")]
+    metrics.watch(cache)
+    for number in range(40):
+        run(cache, [number % 3] * (2 * SIZE + 1))
+    stats = cache.policy.stats
+    samples = scraped(registry)
+    assert stats.hit_blocks > 0
+    assert samples["radixkv_reuse_asked_blocks_total", ()] == stats.asked_blocks == 120
+    assert samples["radixkv_reuse_hit_blocks_total", ()] == stats.hit_blocks
+    assert samples["radixkv_reuse_lru_hit_blocks_total", ()] == stats.lru_hit_blocks
+    assert samples["radixkv_reuse_guard_switches_total", ()] == 0
+    assert samples["radixkv_reuse_guarded", ()] == 0
+    assert samples["radixkv_reuse_guarded_since_lookup", ()] == stats.since
+
+
 def test_caches_are_told_apart_by_name_and_leave_when_they_are_gone(registry, metrics):
     caches = {"a": PrefixCache(10, SIZE), "b": PrefixCache(20, 8)}
     for name, cache in caches.items():
@@ -411,6 +429,37 @@ def test_a_forgotten_block_begins_anew(call, running):
     assert gaps_of_a_hit(make, num_blocks=6) == 0
 
 
+@pytest.mark.parametrize("call", ["reset", "clear"])
+def test_a_forgotten_block_begins_anew_where_its_last_holder_has_a_copy(call):
+    def make(cache):
+        first, second = cache.allocate(range(12)), cache.allocate(range(12))
+        cache.commit(first)
+        cache.commit(second)  # keeps its own blocks beside those of the first, which it holds
+        cache.free(first)
+        getattr(cache, call)(*[None] * (call == "clear"))
+        cache.free(second)
+        assert cache.num_free_blocks == 6
+        run(cache, [7])
+        return hit_while_running(cache, 12)
+
+    assert gaps_of_a_hit(make, num_blocks=6, swap_duplicates=False) == 0
+
+
+@pytest.mark.parametrize("call", [None, "reset", "clear"])
+def test_copies_from_before_the_watch_begin_anew(call):
+    cache = PrefixCache(6, SIZE, swap_duplicates=False)
+    before = [cache.allocate(range(12)) for _ in range(2)]
+    for request in before:
+        cache.commit(request)
+    if call:
+        getattr(cache, call)(*[None] * (call == "clear"))
+    observer = Observer(cache, sample=1)
+    for request in before:
+        cache.free(request)
+    hit = hit_while_running(cache, 12)
+    assert (observer.reuse_gap.total, sum(observer.reuse_gap.counts)) == (0, hit.num_cached_tokens // SIZE)
+
+
 def test_with_tables_that_only_grow_the_cached_copy_is_what_was_used():
     def make(cache):
         first, second = cache.allocate(range(12)), cache.allocate(range(12))
@@ -599,7 +648,7 @@ def test_scrapes_of_a_busy_cache_are_whole(registry, metrics):
 def exposed():
     """Name -> labels, of every sample that a watched cache can have."""
     registry = CollectorRegistry()
-    cache = PrefixCache(10, SIZE)
+    cache = PrefixCache(10, SIZE, policy="reuse")
     Metrics(registry).watch(cache, sample=1)
     run(cache, range(9))
     return {
@@ -634,6 +683,7 @@ def test_the_dashboard_asks_for_what_is_exposed_and_for_all_of_it():
             assert all({*labels.split(", ")} <= known[metric] for metric, _ in asked(query)), query
     unused = {"_block_size_tokens", "_lookups_total", "_namespace_lookups_total"}  # counts beside tokens
     unused |= {"_resumed_lookup_tokens_total", "_resumed_hit_tokens_total"}
+    unused |= {"_reuse_guarded_since_lookup", "_reuse_guard_switches_total"}
     parts = {name for name in known if name.endswith(("_count", "_sum"))}
     assert known.keys() - used - parts == {"radixkv" + name for name in unused}
 

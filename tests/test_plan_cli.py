@@ -119,6 +119,15 @@ def test_presets_are_listed(capsys):
         assert re.search(rf"^{re.escape(name)} ", out, re.M)
 
 
+def test_presets_are_listed_as_json_alone(capsys):
+    assert main(["plan", "--list", "--json", "-"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [model["model"] for model in listed["models"]] == [*PRESETS]
+    assert [gpu["gpu"] for gpu in listed["gpus"]] == [*GPUS]
+    llama = listed["models"][[*PRESETS].index("llama-3.1-8b")]
+    assert llama["kv_bytes_per_token"] == llama["kv_bytes_per_token_beyond_windows"] == 2 * 32 * 8 * 128 * 2
+
+
 def test_what_does_not_fit_says_what_would(capsys):
     out = squeezed(shown(capsys, "--model", "llama-3.1-405b", "--tp", "4"))
     assert "left for KV nothing" in out

@@ -28,9 +28,10 @@ class Peers:
         self.context: zmq.Context[Any] = zmq.Context()
         self.sockets: list[Any] = []
 
-    def connect(self, kind: int, endpoint: str | None, *, topic: bytes | None = None) -> Any:
+    def connect(self, kind: int, endpoint: str | None, *, topic: bytes | None = None, max_unread: int = 1000) -> Any:
         peer = self.context.socket(kind)
         self.sockets.append(peer)
+        peer.set(zmq.RCVHWM, max_unread)
         if topic is not None:
             peer.subscribe(topic)
         peer.connect(endpoint)
@@ -90,7 +91,7 @@ def number_of(frames: list[bytes]) -> int:
 
 
 @pytest.mark.parametrize("wire", ["map", "array"])
-def test_each_call_that_changes_the_cache_is_a_batch(peers: Peers, wire: Any) -> None:
+def test_each_change_of_the_cache_is_a_batch(peers: Peers, wire: Any) -> None:
     with ZmqPublisher(ANY, topic="kv@host:1@model", wire=wire, medium="CPU", data_parallel_rank=0) as publisher:
         cache = PrefixCache(8, 2, events=publisher)
         subscriber = peers.subscribe(publisher, cache, b"kv@")
@@ -154,7 +155,61 @@ def test_a_request_that_is_no_number_is_answered_with_the_end(peers: Peers, capl
             assert receive(dealer)[-3:] == END
         dealer.send_multipart([b"", bytes(1 << 20)])
         assert len(peers.replay(publisher, 0)) == 1
-    assert caplog.text.count("must be a number of 8 bytes") == 3
+    assert caplog.text.count("must be a number of 8 bytes") == 2  # the first, second, fourth, ...
+
+
+def test_who_asks_and_never_reads_has_one_answer_waiting(peers: Peers, caplog: Any) -> None:
+    with ZmqPublisher(ANY, ANY) as publisher:
+        cache = PrefixCache(256, 1024, events=publisher)
+        cache.commit(cache.allocate(range(1 << 18)))  # a message of a megabyte
+        dealer = peers.connect(zmq.DEALER, publisher.replay_endpoint, max_unread=1)
+        for _ in range(150):
+            dealer.send_multipart([b"", (1).to_bytes(8, "big")])
+        for _ in range(150):
+            assert [number_of(answer) for answer in peers.replay(publisher, 1)] == [1]  # others are answered
+            if "(bad requests so far: 64)" in caplog.text:
+                break
+        num_batches = 0
+        while dealer.poll(200):
+            num_batches += number_of(dealer.recv_multipart()) == 1
+        assert 0 < num_batches < 100
+        assert "a request for a replay came before the last one was read" in caplog.text
+        dealer.send_multipart([b"", (1).to_bytes(8, "big")])
+        assert number_of(receive(dealer)) == 1
+        assert receive(dealer) == [b"", *END]
+
+
+def test_a_replay_of_many_batches_is_sent_whole_to_who_reads_slowly(peers: Peers) -> None:
+    with ZmqPublisher(ANY, ANY) as publisher:
+        cache = PrefixCache(8, 2, events=publisher)
+        for first in range(1500):
+            serve(cache, first, first)
+        last = 2 * 1500 - 8  # from the ninth on each evicts one before
+        while not peers.replay(publisher, last):
+            pass
+        dealer = peers.connect(zmq.DEALER, publisher.replay_endpoint, max_unread=1)
+        dealer.send_multipart([b"", (1).to_bytes(8, "big")])
+        assert [number_of(receive(dealer)) for _ in range(last)] == list(range(1, last + 1))
+        assert receive(dealer) == [b"", *END]
+
+
+def test_another_thread_may_close_in_the_middle_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = ZmqPublisher(ANY)
+    cache = PrefixCache(8, 2, events=publisher)
+    flush = publisher._changes.flush
+
+    def close_meanwhile() -> bool:
+        monkeypatch.undo()
+        has_more = flush()
+        closer = threading.Thread(target=publisher.close)
+        closer.start()
+        closer.join()
+        return has_more
+
+    monkeypatch.setattr(publisher._changes, "flush", close_meanwhile)
+    serve(cache, 1, 2, 3)
+    assert cache.match([1, 2]) == 2
+    cache.check()
 
 
 def test_a_rank_has_ports_of_its_own(peers: Peers) -> None:
@@ -164,6 +219,12 @@ def test_a_rank_has_ports_of_its_own(peers: Peers) -> None:
         assert publisher.endpoint == f"tcp://127.0.0.1:{port}"
         PrefixCache(8, 2, events=publisher)
         assert decode(peers.replay(publisher, 0)[0][-1]).data_parallel_rank == 1
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://127.0.0.1:0"])
+def test_a_rank_of_any_free_port_is_on_any_free_port(endpoint: str) -> None:
+    with ZmqPublisher(endpoint, data_parallel_rank=1) as publisher:
+        assert int(publisher.endpoint.rsplit(":", 1)[1]) > 1023
 
 
 def test_a_port_in_use_is_one_clear_error() -> None:
@@ -181,7 +242,12 @@ def test_a_port_in_use_is_one_clear_error() -> None:
         ({"endpoint": "http://localhost:1"}, "cannot be published on http://localhost:1: "),
         ({"endpoint": 5557}, "endpoint must be a str, got 5557"),
         ({"replay_endpoint": 5558}, "replay_endpoint must be a str, got 5558"),
+        ({"endpoint": "tcp://127.0.0.1:65536"}, "on tcp://127.0.0.1:65536: a port is at most 65535"),
+        ({"endpoint": "tcp://127.0.0.1:65530", "data_parallel_rank": 6}, "on tcp://127.0.0.1:65536: a port is at most"),
         ({"topic": None}, "topic must be a str, got None"),
+        ({"topic": "\ud800"}, r"topic must be text that can be sent as UTF-8, got '\\ud800'"),
+        ({"medium": None}, "medium must be a str, got None"),
+        ({"medium": "\ud800"}, r"medium must be text that can be sent as UTF-8, got '\\ud800'"),
         ({"wire": "json"}, "wire must be one of map, array, got 'json'"),
         ({"data_parallel_rank": -1}, "data_parallel_rank must be at least 0, got -1"),
         ({"data_parallel_rank": True}, "data_parallel_rank must be an int, got True"),
@@ -264,4 +330,17 @@ def test_a_program_that_never_closes_ends() -> None:
         "cache.commit(cache.allocate([1, 2, 3]))\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_publisher_that_was_never_closed_does_not_stop_the_garbage_collector() -> None:
+    code = (
+        "import gc\n"
+        "from radixkv.events import ZmqPublisher\n"
+        f"cycle = [ZmqPublisher({ANY!r}, {ANY!r})]\n"
+        "cycle.append(cycle)\n"
+        "del cycle\n"
+        "gc.collect()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, env=os.environ)
     assert (ran.returncode, ran.stderr) == (0, "")

@@ -192,6 +192,8 @@ def test_a_failed_call_leaves_no_line(path):
     cache.free(held)
     with pytest.raises(ValueError, match="was freed"):
         cache.free(held)
+    with pytest.raises(TypeError, match=r"expected a Request, got \[\]"):
+        cache.free([])
     cache.record.close()
     assert len(lines(path)) == 1
 

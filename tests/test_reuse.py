@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from reuse_model import Model
 
-from radixkv import PrefixCache, reuse
+from radixkv import OutOfBlocksError, PrefixCache, reuse
 from radixkv.curve import Curve, optimum
 from radixkv.reuse import Reuse
 from radixkv.shadow import Guard
@@ -142,6 +142,18 @@ def test_forks_touches_and_preempted_requests_are_no_lookups() -> None:
     stats = policy_of(cache).stats
     assert (stats.lookups, stats.asked_blocks, stats.hit_blocks, stats.lru_hit_blocks) == (1, 4, 0, 0)
     assert policy_of(cache)._time == 2
+    cache.check()
+
+
+def test_a_prompt_may_be_touched_again_and_again_while_there_is_room_for_little() -> None:
+    cache = PrefixCache(24, 2, policy="reuse")
+    cache.commit(cache.allocate([0, 1, 0, 1, 0, 0, 0]))
+    for num_tokens in (17, 14):
+        cache.allocate([2] * num_tokens)
+    for _ in range(2):
+        cache.touch([0, 1, 0, 1])
+    cache.allocate([3] * 7)
+    assert cache.touch([0, 1, 0, 1]) == 4  # it looped for ever
     cache.check()
 
 
@@ -284,3 +296,15 @@ def test_a_small_loss_is_borne_and_a_large_one_is_not() -> None:
             if guard.active:
                 break
         assert guard.active == expected
+
+
+def test_a_path_that_running_requests_hold_can_be_touched_again_and_again() -> None:
+    cache = PrefixCache(4, 1, policy="reuse")
+    for tokens in ([1, 0, 1], [0], [0, 0]):
+        try:
+            cache.commit(cache.allocate(tokens))
+        except OutOfBlocksError:
+            continue
+    for tokens in ([1], [0, 1], [1], [1, 0, 1]):
+        cache.touch(tokens)
+    cache.check()

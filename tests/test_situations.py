@@ -620,6 +620,33 @@ def test_a_failing_policy_of_ones_own_loses_no_block() -> None:
     assert cache.match(prompt(48)) == 48
 
 
+@pytest.mark.parametrize("call", ["evict", "allocate"])
+def test_what_a_policy_of_ones_own_evicts_before_it_fails_is_counted_by_why_it_went(call: str) -> None:
+    class Halfway:
+        def __init__(self) -> None:
+            self.leaves: list[int] = []
+
+        def add(self, leaf: int) -> None:
+            self.leaves.append(leaf)
+
+        def discard(self, leaf: int) -> None:
+            self.leaves.remove(leaf)
+
+        def victim(self) -> int:
+            return self.leaves[0] if len(self.leaves) > 1 else -1
+
+    cache = PrefixCache(4, policy=Halfway())
+    for seed in range(2):
+        serve(cache, prompt(32, seed=seed))
+    with pytest.raises(RuntimeError, match="chose -1"):
+        cache.evict(3) if call == "evict" else cache.allocate(prompt(48, seed=2))
+    stats = cache.stats
+    assert (stats.evicted_blocks, stats.evicted_by_call, stats.evicted_for_room) == (
+        (2, 2, 0) if call == "evict" else (2, 0, 2)
+    )
+    cache.check()
+
+
 def test_a_million_cached_tokens_leave_nothing_to_the_garbage_collector() -> None:
     cache = PrefixCache(4000, 4)
     for seed in range(1000):

@@ -1,8 +1,11 @@
 """The index follows workers over real sockets, through whatever happens to them."""
 
 import logging
+import os
 import random
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -366,6 +369,16 @@ def test_a_lost_connection_alone_loses_nothing(setup: Setup, caplog: pytest.LogC
     assert "the connection was lost; its 2 blocks stay" in caplog.text
 
 
+def test_an_endpoint_that_always_hangs_up_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, EventSubscriber(PrefixIndex(2)) as subscriber:
+        server.settimeout(TIMEOUT_MS / 1000)
+        subscriber.connect("a", f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        for _ in range(3):
+            server.accept()[0].close()
+        Setup(subscriber, PrefixIndex(2)).until(lambda: subscriber.stats.lost_connections == 3)
+    assert caplog.text.count("the connection was lost; its 0 blocks stay") == 1
+
+
 def test_without_a_replay_a_lost_connection_and_a_gap_are_another_life(setup: Setup) -> None:
     a = setup.start(port=free_ports(), replay=False)
     a.publish(stored(1))
@@ -451,12 +464,42 @@ def test_bad_arguments_are_named(setup: Setup) -> None:
     a = setup.start()
     with pytest.raises(ValueError, match="worker 'a' is followed already, at tcp"):
         setup.subscriber.connect("a", a.endpoint)
-    for endpoints in (("nowhere",), (a.endpoint, "tcp://")):
-        with pytest.raises(ValueError, match="cannot connect to '"):
-            setup.subscriber.connect("b", *endpoints)
+    for endpoints in (("nowhere",), (5,), (a.endpoint, "tcp://")):
+        with pytest.raises(ValueError, match=r"cannot connect to ['5]"):
+            setup.subscriber.connect("b", *endpoints)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="topic must be a str, got 5"):
+        setup.subscriber.connect("b", a.endpoint, topic=5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="replay_timeout must be above 0"):
         EventSubscriber(setup.index, replay_timeout=0)
     assert setup.subscriber.workers == ["a"]
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+def test_a_worker_is_followed_over_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no address of IPv6")
+    index = PrefixIndex(2)
+    with ZmqPublisher("tcp://[::1]:*", "tcp://[::1]:*") as publisher, EventSubscriber(index) as subscriber:
+        cache = PrefixCache(30, 2, events=publisher)
+        subscriber.connect("a", publisher.endpoint, publisher.replay_endpoint)
+        Setup(subscriber, index).until(lambda: bool(cache.reset() or index.last_sequence("a")))
+
+
+def test_a_subscriber_that_was_never_closed_does_not_stop_the_garbage_collector() -> None:
+    code = (
+        "import gc\n"
+        "from radixkv.router import PrefixIndex\n"
+        "from radixkv.subscriber import EventSubscriber\n"
+        "cycle = [EventSubscriber(PrefixIndex(2))]\n"
+        "cycle[0].connect('a', 'tcp://127.0.0.1:5557')\n"
+        "cycle.append(cycle)\n"
+        "del cycle\n"
+        "gc.collect()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, env=os.environ)
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("wire", ["map", "array"])

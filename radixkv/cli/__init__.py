@@ -20,6 +20,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     0; 2 for bad arguments or a bad file, told in one line on stderr; 130 for Ctrl-C; 1 if nobody reads stdout any more.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  until exit
     try:
         code = typer.main.get_command(app).main(arguments, prog_name="radixkv", standalone_mode=False)
         sys.stdout.flush()  # subtle: at exit would be too late to catch a closed pipe
@@ -31,10 +34,19 @@ def main(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()
         return 1
+    except OSError as error:
+        if error.filename is None:  # of no file that was opened, so of stdout: a full disk
+            _silence_stdout()
+        message = f"{error.filename or 'stdout'}: {error.strerror}"
     print(f"radixkv: {message}", file=sys.stderr)
     return 2
+
+
+def _silence_stdout() -> None:
+    """What is left to be written must not fail once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @app.callback(invoke_without_command=True)

@@ -62,17 +62,21 @@ def convert_command(
 
 @contextmanager
 def _writing(output: str) -> Iterator[Callable[[bytes], object]]:
-    """How to write a file, which takes its name only when it is whole."""
+    """How to write a file, which takes its name only when it is whole; a pipe or a device is written to as it is."""
     if output == "-":
         yield sys.stdout.buffer.write
         return
-    part = output + ".part"
+    target = os.path.realpath(output)  # subtle: of a link, what it names is to be replaced, not the link
+    is_whole = os.path.isfile(target) or not os.path.exists(target)
+    path = target + ".part" if is_whole else output
     try:
-        with gzip.open(part, "wb") if output.endswith(".gz") else open(part, "wb") as file:
+        with gzip.open(path, "wb") if output.endswith(".gz") else open(path, "wb") as file:
             yield file.write
-        os.replace(part, output)
+        if is_whole:
+            os.replace(path, target)
     except OSError as error:
         raise typer.BadParameter(f"cannot write {output}: {error.strerror}", param_hint="--output") from None
     finally:
-        with suppress(OSError):
-            os.remove(part)
+        if is_whole:
+            with suppress(OSError):
+                os.remove(path)

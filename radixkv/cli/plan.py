@@ -248,7 +248,7 @@ def plan_command(
 ) -> None:
     """How much memory and how many GPUs: KV, weights, what fits, how fast, what it costs."""
     if list_presets:
-        _print_presets()
+        show(json_file, _presets, _print_presets)
         return
     chosen = _find_model(model, config)
     if not chosen.weights:
@@ -618,6 +618,23 @@ def _choice(choice: Choice) -> dict[str, object]:
         "ttft_s": choice.ttft_s,
         "busy": choice.busy,
     }
+
+
+def _presets() -> dict[str, object]:
+    models = []
+    for name in PRESETS:
+        model = find_model(name)
+        models.append(
+            {
+                "model": name,
+                "parameters": model.num_parameters,
+                "active_parameters": model.num_active_parameters,
+                "weight_bytes": model.weight_bytes(),
+                "kv_bytes_per_token": model.kv_bytes_per_token(model.dtype),
+                "kv_bytes_per_token_beyond_windows": model.kv_bytes_per_token(model.dtype, beyond_windows=True),
+            }
+        )
+    return {"models": models, "gpus": [{"gpu": name, **asdict(gpu)} for name, gpu in GPUS.items()]}
 
 
 def _print_presets() -> None:

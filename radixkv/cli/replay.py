@@ -101,7 +101,7 @@ def replay_command(
 
 
 def _parse_routers(text: str | None) -> Sequence[str]:
-    names = [name.strip() for name in (text or "prefix").split(",")]
+    names = ["prefix"] if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in ROUTERS:
             raise typer.BadParameter(f"{name[:40]!r} is not one of {', '.join(ROUTERS)}", param_hint="--router")

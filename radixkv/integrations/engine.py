@@ -329,10 +329,10 @@ class Engine:
 
     def _is_computing_prefix_of(self, request: EngineRequest) -> bool:
         """Whether a running request will soon have written more of the prompt than is cached now."""
-        size = self.store.block_size
+        size, name = self.store.block_size, typed_name(request._namespace)
         cached = -1
         for other in self._running:
-            if other._num_left <= 1 or other._namespace != request._namespace:
+            if other._num_left <= 1 or typed_name(other._namespace) != name:
                 continue
             common = common_units(request._key, 0, bytearray(other._key), TOKEN_BYTES)
             common = min(common, len(request._ids) - 1) // size * size
