@@ -13,6 +13,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,13 +281,15 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--slots", type=int, default=1 << 16)
     parser.add_argument("--schedule", default="fcfs", help="SGLang's --schedule-policy: fcfs, lpm, ...")
+    parser.add_argument("--policy", default="lru", help="of radixkv; SGLang's own evict by lru")
     arguments = parser.parse_args()
     publish()
+    CACHES["radixkv"] = lambda params: RadixKVCache(replace(params, eviction_policy=arguments.policy))
     num_sessions = arguments.requests // 10
     result = card(
         "SGLang's scheduler loop on each prefix cache",
         input=f"{num_sessions} chats of 10 turns, {arguments.slots:,} slots in pages of {arguments.page_size}, "
-        f"policy lru, schedule {arguments.schedule}, 16 running, chunks of 2,048, seed 0",
+        f"policy {arguments.policy}, schedule {arguments.schedule}, 16 running, chunks of 2,048, seed 0",
         sglang=version("sglang"),
     )
     options = {"num_slots": arguments.slots, "page_size": arguments.page_size, "schedule": arguments.schedule}
