@@ -7,6 +7,7 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,7 +27,7 @@ BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW = (
     "#F0E442",
 )
 INK, GREY, PALE = "#222222", "#767676", "#D9D9D9"
-_OTHERS = [GREEN, PURPLE, SKY, RED, YELLOW]
+_OTHERS = [GREEN, PURPLE, SKY, RED, YELLOW, INK]
 _CLASS_COLORS = {
     "hit": BLUE,
     "cold": PALE,
@@ -108,7 +109,7 @@ def capacity_chart(
         Line("optimum", *opt, ORANGE),
         *(
             Line(name, *points, color, "dot", marker=True, in_legend=True)
-            for (name, points), color in zip((policies or {}).items(), _OTHERS, strict=False)
+            for (name, points), color in zip((policies or {}).items(), cycle(_OTHERS), strict=False)
         ),
         Line("LRU", *lru, BLUE),
     ]

@@ -42,6 +42,15 @@ def test_a_capacity_chart_names_its_lines_and_units(capacities):
     assert 0.5 < capacities.y_max <= 1
 
 
+def test_every_policy_has_a_line():
+    blocks = floats(10, 100)
+    hits = (blocks, floats(0.1, 0.3))
+    names = ["slru", "lfu", "fifo", "priority", "arc", "reuse", "mine", "yours"]
+    chart = capacity_chart(hits, hits, 0.5, knee=(10, 0.1), block_size=16, policies=dict.fromkeys(names, hits))
+    assert [line.name for line in chart.lines] == ["ceiling", "optimum", *names, "LRU"]
+    assert len({line.color for line in chart.lines[2:8]}) == 6
+
+
 def test_without_a_models_bytes_no_memory_is_shown():
     line = floats(1, 3), floats(0, 1)
     chart = capacity_chart(line, line, 1.0, knee=(3, 1), block_size=512)
