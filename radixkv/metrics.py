@@ -8,7 +8,7 @@ Needs the extra `metrics`.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from radixkv.observer import BOUNDS, DEFAULT_NAMESPACES, Histogram, Lookups, Obs
 from radixkv.reuse import Reuse
 from radixkv.tree import shown_name
 
+_Owner = TypeVar("_Owner")
 _Read = TypeVar("_Read")
 _TRIES = 10
 _MAX_LABEL = 64  # characters
@@ -106,14 +107,14 @@ class Metrics(Collector):
             else:
                 watched.append((name, cache, observer))
         yield from _collect_caches([(name, cache) for name, cache, _ in watched])
+        yield from _collect_reuse(
+            [(name, cache.policy) for name, cache, _ in watched if isinstance(cache.policy, Reuse)]
+        )
         yield from _collect_observers([(name, observer) for name, _, observer in watched if observer is not None])
 
 
 def _collect_caches(watched: Sequence[tuple[str, PrefixCache]]) -> Iterator[Metric]:
-    counters = {
-        field: CounterMetricFamily(name, documentation, labels=["name"])
-        for field, (name, documentation) in _COUNTERS.items()
-    }
+    counters = _counters(_COUNTERS)
     evicted = CounterMetricFamily(
         "radixkv_evicted_blocks",
         "Cached blocks that went: for want of room (capacity), by evict (call), by reset or clear (reset).",
@@ -138,18 +139,14 @@ def _collect_caches(watched: Sequence[tuple[str, PrefixCache]]) -> Iterator[Metr
         size.add_metric([name], cache.block_size)
         running.add_metric([name], len(cache._running))
     yield from (*counters.values(), evicted, blocks, size, running)
-    yield from _collect_reuse([(name, cache.policy) for name, cache in watched if isinstance(cache.policy, Reuse)])
 
 
 def _collect_reuse(watched: Sequence[tuple[str, Reuse]]) -> Iterator[Metric]:
-    counters = {
-        field: CounterMetricFamily(name, documentation, labels=["name"])
-        for field, (name, documentation) in _REUSE_COUNTERS.items()
-    }
+    counters = _counters(_REUSE_COUNTERS)
     guarded = GaugeMetricFamily("radixkv_reuse_guarded", "1 while LRU order is used instead.", labels=["name"])
     since = GaugeMetricFamily("radixkv_reuse_guarded_since_lookup", "The lookup since which it is so.", labels=["name"])
     for name, policy in watched:
-        stats = policy.stats
+        stats = _steady(lambda policy: policy.stats, policy)
         for field, counter in counters.items():
             counter.add_metric([name], getattr(stats, field))
         guarded.add_metric([name], stats.guarded)
@@ -192,11 +189,19 @@ def _collect_observers(watched: Sequence[tuple[str, Observer]]) -> Iterator[Metr
     yield from (missed, *(counter for _, counter in by_namespace), idle, gap)
 
 
-def _steady(read: Callable[[PrefixCache], _Read], cache: PrefixCache) -> _Read:
+def _counters(names: Mapping[str, tuple[str, str]]) -> dict[str, CounterMetricFamily]:
+    """A family for each counter of a snapshot."""
+    return {
+        field: CounterMetricFamily(name, documentation, labels=["name"])
+        for field, (name, documentation) in names.items()
+    }
+
+
+def _steady(read: Callable[[_Owner], _Read], owner: _Owner) -> _Read:
     """What `read` says twice in a row, so that its parts belong together; after ten tries what it said last."""
-    former = read(cache)
+    former = read(owner)
     for _ in range(_TRIES):
-        latest = read(cache)
+        latest = read(owner)
         if latest == former:
             break
         former = latest

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 from radixkv import OutOfBlocksError, PrefixCache  # noqa: E402
 from radixkv.metrics import Metrics  # noqa: E402
 from radixkv.observer import BOUNDS, REASONS, Observer, missed_tokens  # noqa: E402
+from radixkv.reuse import Reuse, ReuseStats  # noqa: E402
 
 DOCS = Path(__file__).parents[1] / "docs"
 SIZE = 4
@@ -158,6 +159,18 @@ def test_the_policy_reuse_shows_what_lru_would_have_hit(registry, metrics):
     assert samples["radixkv_reuse_guard_switches_total", ()] == 0
     assert samples["radixkv_reuse_guarded", ()] == 0
     assert samples["radixkv_reuse_guarded_since_lookup", ()] == stats.since
+
+
+def test_figures_of_the_policy_reuse_belong_together(registry, metrics):
+    torn = ReuseStats(2, 20, 10, 0, False, 0, 0)  # read in the middle of a lookup
+    answers = iter([torn, *[ReuseStats(2, 20, 10, 5, False, 0, 0)] * 9])
+
+    class Busy(Reuse):
+        stats = property(lambda policy: next(answers))
+
+    cache = PrefixCache(6, SIZE, policy=Busy())
+    metrics.watch(cache)
+    assert scraped(registry)["radixkv_reuse_lru_hit_blocks_total", ()] == 5
 
 
 def test_caches_are_told_apart_by_name_and_leave_when_they_are_gone(registry, metrics):
