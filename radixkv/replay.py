@@ -70,13 +70,17 @@ def replay(
         hit_blocks += hit
         hit_tokens += min(hit * trace.block_size, request.num_prompt_tokens)
         prompt_tokens += request.num_prompt_tokens
-        if isinstance(request, IdRequest):
-            access_blocks += request.num_blocks
-        else:
-            access_blocks += -(-request.num_prompt_tokens // trace.block_size)
+        access_blocks += num_prompt_blocks(request, trace.block_size)
     name = policy if isinstance(policy, str) else type(policy).__name__
     counts = hit_blocks, access_blocks, hit_tokens, prompt_tokens
     return Row(name, capacity, *counts, seconds=time.perf_counter() - started)
+
+
+def num_prompt_blocks(request: IdRequest | TokenRequest, block_size: int) -> int:
+    """Blocks of a prompt, a partial last one included."""
+    if isinstance(request, IdRequest):
+        return request.num_blocks
+    return -(-request.num_prompt_tokens // block_size)
 
 
 def replayed(

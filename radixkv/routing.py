@@ -10,34 +10,19 @@ from dataclasses import dataclass
 from radixkv.balance import ROUTERS, Balancer
 from radixkv.cache import PrefixCache
 from radixkv.events import EventRecorder
-from radixkv.replay import block_tokens, num_blocks_needed, packed_ids, serve, watched
+from radixkv.replay import Row, block_tokens, num_blocks_needed, num_prompt_blocks, packed_ids, serve, watched
 from radixkv.router import PrefixIndex
 from radixkv.trace import IdRequest, Progress, TokenRequest, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class RoutedRow:
-    """What several caches of one capacity and policy did on a trace under one router."""
+class RoutedRow(Row):
+    """What several caches of one policy, each of the capacity, did on a trace under one router."""
 
     router: str
-    policy: str
-    capacity_blocks: int | None  # of each worker; None: as many as the trace could ever need
-    hit_blocks: int
-    access_blocks: int
-    hit_tokens: int
-    prompt_tokens: int
     num_requests: tuple[int, ...]  # of each worker
     prefill_tokens: tuple[int, ...]  # of each worker: prompt tokens that were not hit
     routing_seconds: float  # in the router: applying events, matching, choosing; wall time
-    seconds: float  # the whole replay, wall time
-
-    @property
-    def block_hit_rate(self) -> float:
-        return self.hit_blocks / self.access_blocks if self.access_blocks else 0.0
-
-    @property
-    def token_hit_rate(self) -> float:
-        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def imbalance(self) -> float:
@@ -84,19 +69,19 @@ def replay_routed(
         hit_blocks += hit
         hit_tokens += num_hit
         prompt_tokens += num_tokens
-        access_blocks += request.num_blocks if isinstance(request, IdRequest) else -(-num_tokens // trace.block_size)
+        access_blocks += num_prompt_blocks(request, trace.block_size)
     return RoutedRow(
-        router,
         policy,
         capacity,
         hit_blocks,
         access_blocks,
         hit_tokens,
         prompt_tokens,
-        tuple(num_requests),
-        tuple(prefill_tokens),
-        routing_seconds=routing,
         seconds=time.perf_counter() - started,
+        router=router,
+        num_requests=tuple(num_requests),
+        prefill_tokens=tuple(prefill_tokens),
+        routing_seconds=routing,
     )
 
 

@@ -165,7 +165,7 @@ def _print(trace: Trace, rows: list[Row]) -> None:
     _print_rates(console, trace, rows[0])
 
 
-def _print_rates(console: Console, trace: Trace, row: "Row | RoutedRow") -> None:
+def _print_rates(console: Console, trace: Trace, row: Row) -> None:
     """What the rates are of."""
     blocks = "block ids of the prompts" if isinstance(trace, IdTrace) else "prompt blocks, partial last ones included"
     console.print(f"\n% of blocks: hit blocks / all {row.access_blocks:,} {blocks}")
