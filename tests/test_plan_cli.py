@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from test_plan import LLAMA
 
 from radixkv.cli import main
 from radixkv.configs import PRESETS, find_model
@@ -12,16 +13,6 @@ from radixkv.plan import GPUS
 
 DOCS = Path(__file__).parents[1] / "docs" / "plan.md"
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl.gz"
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "intermediate_size": 14336,
-    "torch_dtype": "bfloat16",
-}
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_state_machine import MostRecentFirst
 
 from radixkv import OutOfBlocksError, PrefixCache, Request
 
@@ -622,16 +623,7 @@ def test_a_failing_policy_of_ones_own_loses_no_block() -> None:
 
 @pytest.mark.parametrize("call", ["evict", "allocate"])
 def test_what_a_policy_of_ones_own_evicts_before_it_fails_is_counted_by_why_it_went(call: str) -> None:
-    class Halfway:
-        def __init__(self) -> None:
-            self.leaves: list[int] = []
-
-        def add(self, leaf: int) -> None:
-            self.leaves.append(leaf)
-
-        def discard(self, leaf: int) -> None:
-            self.leaves.remove(leaf)
-
+    class Halfway(MostRecentFirst):
         def victim(self) -> int:
             return self.leaves[0] if len(self.leaves) > 1 else -1
 
