@@ -43,6 +43,9 @@ class ARC(Memory):
         self._target = min(max(0, self._target), self._room)
         return depth
 
+    def look(self, path: list[int], place: Place, key: bytes | bytearray, pos: int, end: int) -> None:
+        pass
+
     def revive(self, ghost: int, num: int, node: int, serial: int) -> int:
         kind = self._ghost_marks[ghost] & CLASS
         end = super().revive(ghost, num, node, serial)

@@ -382,16 +382,18 @@ class PrefixCache:
         return request
 
     def touch(self, tokens: Tokens | Lookup, *, namespace: Hashable = None) -> int:
-        """Use what is cached of `tokens` once more, as a request that ends now: it is evicted later. Not counted.
+        """What is cached of `tokens` is waited for: it is evicted later. No use is counted.
 
-        For prompts that wait and will need it. Returns the number of tokens. Cost as `match`, and O(nodes).
+        For prompts in a queue, in any step before they begin, and again as more is cached. It is recent then, the last
+        touched the most; a policy that learns gets it for eviction only where nothing else is left, the latest comer's
+        first (see `radixkv.waiting`). Nothing has to be taken back where one gives up. Returns the number of tokens.
+        Cost as `match`, and O(nodes).
         """
         lookup = tokens if isinstance(tokens, Lookup) else self.lookup(tokens, namespace=namespace)
         num_tokens = self.match(lookup, namespace=namespace)
-        if num_tokens:
-            tree = self._tree
-            path, _, part = tree.found(lookup._trail, num_tokens * TOKEN_BYTES)
-            tree.release(tree.hold(tree.root(lookup._name), lookup._name, path, part)[1], -(2**63) + 1)
+        pos = num_tokens * TOKEN_BYTES
+        path, _, part = self._tree.found(lookup._trail, pos)
+        self._tree.look(lookup._name, path, part, lookup._key, pos)
         return num_tokens
 
     def commit(self, request: Request, num_tokens: int | None = None) -> range:

@@ -54,6 +54,9 @@ class Learner(Protocol):
         """The first `num` blocks of an evicted run are the end of `node` now, at `serial`. Returns the serial to use
         instead: what was evicted behind the run is remembered under that."""
 
+    def look(self, path: list[int], place: Place, key: bytes | bytearray, pos: int, end: int, /) -> None:
+        """Somebody who waits for `key[:end]` looked: `path`, whole nodes up to byte `pos`, is cached, and now held."""
+
     def touch(self, path: list[int], num_known: int | None, /) -> None:
         """A request that used `path` ended; its `begin` returned `num_known`. None: it was a fork, or no request."""
 
@@ -65,3 +68,14 @@ class Learner(Protocol):
 
     def forget_evicted(self) -> None:
         """All that was evicted is gone for good."""
+
+
+class LearningPolicy(Learner, Protocol):
+    """A policy that learns: see `radixkv.tree.Policy`."""
+
+    def add(self, leaf: int, /) -> None: ...
+    def discard(self, leaf: int, /) -> None: ...
+    def victim(self) -> int: ...
+
+    def nodes(self) -> set[int]:
+        """What was added and not discarded, for checks."""

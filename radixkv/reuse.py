@@ -92,6 +92,9 @@ class Reuse(Memory):
         self._hazards = Hazards()
         self._shadow = ShadowLRU()
         self._guard = Guard()
+        # When nodes and ghosts were used or looked at last, if LRU would have had them, by the shadow's clock; ~ that
+        # while they are in use, and not LRU's to keep:
+        self._seen, self._ghost_seen = array("q"), array("q")
         self._now = 0  # the number of the request that evicts: the next to end, or the one that ended
         self._lookups = self._asked_blocks = self._hit_blocks = self._lru_hit_blocks = 0
         # Leaves, a ring for each class in the order in which they were added: place k is where the ring of class k
@@ -104,6 +107,7 @@ class Reuse(Memory):
         self._unknown: set[int] = set()  # but of those classes it is not known
         # When the oldest leaf of each class was used, and then the newest of each, _NEVER where there is none:
         self._end_uses = array("q", [_NEVER]) * (2 * NUM_CLASSES)
+        self._last_tick = 0  # of the shadow's clock, when a request ended last
         self._follow = NO_NODE  # the next victim, where what was evicted last was all that it led to
         # Lessons: what is remembered is counted, a part of it at each request, then the index is made
         self._next_lesson = _FIRST_LESSON
@@ -157,33 +161,35 @@ class Reuse(Memory):
         path, part, place, key, pos, end, num_asked, room, resumed = arrival
         self._now = self._time + 1
         self._follow, self._emptied = NO_NODE, NEW
-        shadow, marks = self._shadow, self._marks
+        shadow, marks, all_seen = self._shadow, self._marks, self._seen
         shadow.room = self._lru_blocks or room
         depth = start = pos // self._width
         num_lru, left = 0, part
-        mark = NEW
-        num = num_nodes = 0  # of nodes one after the other that have this mark
+        mark = seen = NEW
+        num = num_nodes = 0  # of nodes one after the other of which these are the same
         for node in reversed(path):
             if self._holds[node]:
                 break  # in use, so in no danger of eviction, and neither is what is above
-            if marks[node] != mark:
-                num_lru += self._use(mark, start, num, num_nodes)
-                mark, num, num_nodes = marks[node], 0, 0
+            if marks[node] != mark or all_seen[node] != seen:
+                num_lru += self._use(mark, seen, start, num, num_nodes)
+                mark, seen, num, num_nodes = marks[node], all_seen[node], 0, 0
             length = left or self._lengths[node]
             left = 0
+            if seen >= 0:
+                all_seen[node] = ~seen
             start -= length
             num += length
             num_nodes += 1
-        num_lru += self._use(mark, start, num, num_nodes) + start
+        num_lru += self._use(mark, seen, start, num, num_nodes) + start
         if start:
             self._hazards.log.extend((0, 0, 0, start, -1, self._now))
         num_hit = depth
         for ghost, length in () if part else self._ghosts.chain(place, key, pos, end):
-            mark, asked = self._ghost_marks[ghost], self._ghost_asked[ghost]
+            seen, asked = self._ghost_seen[ghost], self._ghost_asked[ghost]
             if asked < length:
-                self._use(mark, depth, length - asked, 1)
+                self._log(self._ghost_marks[ghost], length - asked, 1)
                 self._ghost_asked[ghost] = length
-            num_lru += shadow.hits(mark >> CLASS_BITS, depth, length)
+            num_lru += shadow.hits(seen, depth, length)
             depth += length
         if not resumed:
             self._lookups += 1
@@ -193,40 +199,92 @@ class Reuse(Memory):
             self._guard.add(self._lookups, num_hit - num_lru, num_asked)
         return depth
 
-    def _use(self, mark: int, start: int, num: int, num_nodes: int) -> int:
+    def _use(self, mark: int, seen: int, start: int, num: int, num_nodes: int) -> int:
         """`num` blocks from block `start` of a path on are used again. Returns how many of them LRU would have."""
         if not num:
             return 0
+        self._log(mark, num, num_nodes)
+        num_hit = self._shadow.hits(seen, start, num)
+        self._shadow.forget(seen, num)
+        return num_hit
+
+    def _log(self, mark: int, num: int, num_nodes: int) -> None:
         used, lesson = mark >> CLASS_BITS, self._lesson
         counted = lesson - used if used < lesson else 0
         self._hazards.log.extend((mark & CLASS, counted, self._now - used, num, num_nodes, self._now))
-        return self._shadow.hits(used, start, num)
+
+    def look(self, path: list[int], place: Place, key: bytes | bytearray, pos: int, end: int) -> None:
+        shadow, seen = self._shadow, self._seen
+        if path and seen[path[-1]] > self._last_tick:
+            return
+        depth = num = 0
+        looked = []
+        for node in path:
+            length = len(self._blocks[node]) // BLOCK_BYTES
+            if seen[node] >= 0:
+                if shadow.hits(seen[node], depth, length) < length:
+                    break
+                shadow.forget(seen[node], length)
+                looked.append((seen, node))
+                num += length
+            depth += length
+        else:
+            for ghost, length in self._ghosts.chain(place, key, pos, end):
+                used = self._ghost_seen[ghost]
+                if length < self._ghosts.lengths[ghost] or shadow.hits(used, depth, length) < length:
+                    break
+                shadow.forget(used, length)
+                looked.append((self._ghost_seen, ghost))
+                num += length
+                depth += length
+        if num:
+            tick = shadow.use(num, depth)
+            for column, number in looked:
+                column[number] = tick
 
     def start(self, node: int) -> None:
         if node == len(self._marks):
             self._after.append(_NO_PLACE)
             self._before.append(_NO_PLACE)
+            self._seen.append(0)
         super().start(node)
+        self._seen[node] = ~0
+
+    def split(self, node: int, upper: int, part: int) -> None:
+        super().split(node, upper, part)
+        self._seen[upper] = seen = self._seen[node]
+        if seen < 0 and not self._holds[node]:  # only the upper half is in use
+            self._seen[node] = ~seen
+
+    def revive(self, ghost: int, num: int, node: int, serial: int) -> int:
+        self._shadow.forget(self._ghost_seen[ghost], num)
+        return super().revive(ghost, num, node, serial)
+
+    def evicted(self, leaf: int, place: Place, run: bytearray, end: int) -> None:
+        super().evicted(leaf, place, run, end)
+        if self._last_ghost == len(self._ghost_seen):
+            self._ghost_seen.append(0)
+        self._ghost_seen[self._last_ghost] = max(0, self._seen[leaf])
 
     def touch(self, path: list[int], num_known: int | None) -> None:
         self._follow, self._emptied = NO_NODE, NEW
         if num_known is not None:
             self._time = self._now = self._time + 1
-        marks, uses, lengths, shadow = self._marks, self._uses, self._lengths, self._shadow
-        num_new = num_old = total = 0
-        mark = NEW  # of so many old blocks, one after the other
-        for node in path:
+        marks, uses, lengths, seen, shadow = self._marks, self._uses, self._lengths, self._seen, self._shadow
+        num_new = num_idle = total = 0
+        idle = True  # from now on, as all behind it
+        for node in reversed(path):
             if marks[node] == NEW:
                 lengths[node] = length = len(self._blocks[node]) // BLOCK_BYTES
                 num_new += length
-                continue
-            if marks[node] != mark:
-                shadow.forget(mark >> CLASS_BITS, num_old)
-                total += num_old
-                mark, num_old = marks[node], 0
-            num_old += lengths[node]
-        shadow.forget(mark >> CLASS_BITS, num_old)
-        total += num_old + num_new
+            else:
+                length = lengths[node]
+                shadow.forget(seen[node], length)
+            total += length
+            idle = idle and self._holds[node] == 1
+            if idle:
+                num_idle += length
+        self._last_tick = tick = shadow.use(num_idle, total)
         if num_known is not None:
             num_new = max(0, total - num_known)
         time = self._time << CLASS_BITS
@@ -237,7 +295,10 @@ class Reuse(Memory):
                 marks[node] = time | size + _CLASSES[num if num < 32 else 32]
             else:  # nobody looked it up, so that is no use
                 marks[node] = time | (size if marks[node] == NEW else marks[node] & CLASS)
-        shadow.use(self._time, total)
+        depth = 0
+        for node in path:
+            seen[node] = tick if depth >= total - num_idle else ~tick
+            depth += lengths[node]
         self._forget_first()
         if self._time >= self._next_lesson or len(self._hazards.log) > ROW * _CHUNK or self._uncounted:
             self._learn()
@@ -248,11 +309,11 @@ class Reuse(Memory):
             if mark != NEW:
                 if not self._holds[node]:
                     self._pass(mark, length)
-                self._shadow.forget(mark >> CLASS_BITS, length)
+                self._shadow.forget(self._seen[node], length)
                 self._marks[node] = NEW
             self._tails.pop(node, None)
         for ghost in self._ghosts.behind(places):
-            self._shadow.forget(self._ghost_marks[ghost] >> CLASS_BITS, self._ghosts.lengths[ghost])
+            self._shadow.forget(self._ghost_seen[ghost], self._ghosts.lengths[ghost])
             self._forget_ghost(ghost)
 
     def forget_evicted(self) -> None:

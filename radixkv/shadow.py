@@ -7,40 +7,45 @@ would be there. No second cache is needed.
 
 
 class ShadowLRU:
-    """Exact where requests follow one another, and compute nothing that is there already; else as if a request used its
-    path when it ended. Not thread-safe."""
+    """Of what no request uses. Exact where requests follow one another, and compute nothing that is there already; else
+    as if a request used its path when it ended. Not thread-safe.
 
-    __slots__ = ("_edge", "_end", "_lengths", "_num_after", "_num_last", "room")
+    A tick of its clock is a use of a path.
+    """
+
+    __slots__ = ("_edge", "_end", "_lengths", "_num_after", "_num_last", "_tick", "room")
 
     def __init__(self) -> None:
         self.room = 0
         """Blocks that it has: those that no running request holds."""
-        self._edge = 0  # of the blocks that this request used last it keeps the head, of those after it all
-        self._end = 0  # where on the path of that request the head ends
+        self._tick = 0
+        self._edge = 0  # of the blocks that were used last at this tick it keeps the head, of those after it all
+        self._end = 0  # where on the path of that tick the head ends
         self._num_after = 0  # blocks last used after that
-        self._num_last: dict[int, int] = {}  # request -> blocks that it was the last to use, from the edge on
-        self._lengths: dict[int, int] = {}  # request -> blocks of its path
+        self._num_last: dict[int, int] = {}  # tick -> blocks that were used last then, from the edge on
+        self._lengths: dict[int, int] = {}  # tick -> blocks of the path
 
     def hits(self, use: int, start: int, num: int) -> int:
-        """How many of `num` blocks, last used by request `use`, from block `start` of its path on, are there."""
-        if use > self._edge:
+        """How many of `num` blocks, last used at tick `use`, from block `start` of its path on, are there."""
+        if use > self._edge or use < 0:
             return num
         return min(num, max(0, self._end - start)) if use == self._edge else 0
 
     def forget(self, use: int, num: int) -> None:
-        """`num` blocks last used by request `use` are gone, or used again."""
+        """`num` blocks last used at tick `use` are gone, or in use."""
         if use >= self._edge and use in self._num_last:
-            self._num_last[use] -= num
             if use > self._edge:
                 self._num_after -= num
+            self._num_last[use] -= num
+            if not self._num_last[use]:  # else every look would leave something behind
+                del self._num_last[use], self._lengths[use]
 
-    def use(self, request: int, length: int) -> None:
-        """`request`, the last one or one after it, used a path of so many blocks, which were forgotten."""
-        self._num_last[request] = self._num_last.get(request, 0) + length
-        self._lengths[request] = max(self._lengths.get(request, 0), length)
-        if request > self._edge:  # subtle: one that is touched again may be the edge already
-            self._num_after += length
-        while self._num_after > self.room and self._edge < request:
+    def use(self, num: int, length: int) -> int:
+        """The last `num` blocks of a path of `length` were used, after they were forgotten; returns the tick."""
+        self._tick += 1
+        self._num_last[self._tick], self._lengths[self._tick] = num, length
+        self._num_after += num
+        while self._num_after > self.room and self._edge < self._tick:
             self._num_last.pop(self._edge, None)
             self._lengths.pop(self._edge, None)
             self._edge += 1
@@ -48,6 +53,7 @@ class ShadowLRU:
             self._num_after -= self._num_last.get(self._edge, 0)
         length = self._lengths.get(self._edge, 0)
         self._end = min(self._end, length - self._num_last.get(self._edge, 0) + self.room - self._num_after)
+        return self._tick
 
 
 _WINDOW = 1024  # lookups over which hits are averaged

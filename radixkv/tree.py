@@ -9,8 +9,9 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Protocol, TypeAlias, cast
 
 from radixkv.evicted import EvictedPrefixes, Place
-from radixkv.learner import Learner
+from radixkv.learner import LearningPolicy
 from radixkv.tokens import TOKEN_BYTES, common_units
+from radixkv.waiting import Waiting
 
 BLOCK_BYTES = 4  # a block id, packed
 NO_NODE = -1
@@ -90,6 +91,7 @@ class RadixTree:
         self.num_blocks = 0  # that can be matched
         self.num_evictable = 0
         self.num_detached = 0  # of dropped namespaces, held by requests that still run
+        self.num_uses = 0  # requests that ended
         self.evicted = EvictedPrefixes(self.width)
         self._policy = policy
         self._every_node = bool(getattr(policy, "wants_inner_nodes", False))
@@ -97,7 +99,9 @@ class RadixTree:
         if hasattr(policy, "bind"):
             self._usage = Usage()
             policy.bind(self._usage)
-        self.learner = cast(Learner, policy) if hasattr(policy, "attach") else None
+        self.learner = cast(LearningPolicy, policy) if hasattr(policy, "attach") else None
+        if self.learner is not None:
+            self._policy = self._waiting = Waiting(self.learner)
         self._roots: dict[Name, int] = {}
         self._names: dict[int, Name] = {}  # of roots; a root without a name is detached
         self._edges: dict[int, bytearray] = {}
@@ -278,18 +282,50 @@ class RadixTree:
 
         `num_known` is what the learner's `begin` returned, None where there was none.
         """
+        self.num_uses += 1
         if self._usage is not None:
             for used in reversed(self.path_to(node)):
                 self._usage.touch(used, priority)
         if self.learner is not None:
-            self.learner.touch(self.path_to(node), num_known)
+            path = self.path_to(node)
+            self.learner.touch(path, num_known)
+            self._waiting.use(path)
         self._let_go(node)
 
-    def let_go(self, node: int) -> None:
-        """As `release`, of who held `node` only to look: it is recent now, but no use is counted.
+    def look(self, name: Name, path: list[int], part: int, key: bytes | bytearray, pos: int) -> int:
+        """Somebody waits for `key`, of which `find` found `path` and `part` up to byte `pos`; returns the last node.
 
-        A learner hears nothing of it: what it learns is the time between uses.
+        What was found is held and let go. Splits the last node where the match ends inside.
         """
+        node = self.hold(self.root(name), name, path, part)[1] if path else NO_NODE
+        if self.learner is not None:
+            path = self.path_to(node) if path else path
+            self.learner.look(path, self.place_after(name, path), key, pos, len(key) - len(key) % self.width)
+        if path:
+            self.let_go(node)
+        return node
+
+    def look_again(self, name: Name, node: int, serial: int, key: bytes, pos: int) -> bool:
+        """As `look`, which returned `node`, of that serial then, for a policy that learns. O(1).
+
+        False, and nothing is changed, where the match does not end there any more, or `node` was used meanwhile.
+        """
+        family = self._children.get(self.root(name) if node == NO_NODE else node, {})
+        if key[pos : pos + self.width] in family:
+            return False
+        if node != NO_NODE:
+            if not (self.ends(node, serial) and self._waiting.is_waited_for(node)):
+                return False
+            self._waiting.look(node)
+        return True
+
+    def let_go(self, node: int) -> None:
+        """As `release`, of who held `node` only to look, and waits: it is recent now, but no use is counted.
+
+        For a policy that learns, what it learns is the time between uses; see `radixkv.waiting`.
+        """
+        if self.learner is not None and self._parents[node] != NO_NODE:
+            self._waiting.look(node)
         if self._usage is not None:
             for seen in reversed(self.path_to(node)):
                 self._usage.look(seen)
@@ -353,6 +389,7 @@ class RadixTree:
         learner = self.learner
         if learner is None:
             return self._append(node, edge, blocks, True)
+        self._waiting.cached(len(blocks), self.num_blocks)
         done = 0
         for ghost, num in learner.find(self._place(node), edge, 0, len(edge)):
             run = edge[done * self.width : (done + num) * self.width]
@@ -666,6 +703,8 @@ class RadixTree:
 
     def _forget(self, node: int) -> None:
         self._parents[node] = _UNUSED
+        if self.learner is not None:
+            self._waiting.forget(node)
         self._unused.append(node)
 
     def _is_root(self, node: int) -> bool:

@@ -51,7 +51,10 @@ class Prefix:
     name: Name = None
     node: int = NO_NODE
     serial: int = 0
+    tree: RadixTree | None = field(default=None, repr=False)  # in which node and serial are; another one after `reset`
     key: bytes | None = field(default=None, repr=False)  # what the tree compares; None of what was published
+    end: int = 0  # bytes of what was matched, of which `key` is the beginning
+    num_uses: int = -1  # of the tree, when it was matched
 
 
 _EMPTY = Prefix(0)
@@ -87,6 +90,7 @@ class RadixKVCache(BasePrefixCache):
             self.init_metrics_collector()
         self._offsets = torch.arange(self.page_size, device=self.device)
         self._next_lock = 0
+        self._num_matches = 0
         self.reset()
 
     def reset(self) -> None:
@@ -106,6 +110,17 @@ class RadixKVCache(BasePrefixCache):
 
     def supports_prefix_sharing(self) -> bool:
         return not self.disable
+
+    def supports_fast_match_prefix(self) -> bool:
+        """Whether every prompt that waits is to be matched in this pass; SGLang asks before each.
+
+        So a policy that learns knows of all that wait. Where more wait than 128, not in every pass: 128 matches a pass
+        on the average, as many as SGLang makes itself at most.
+        """
+        if self._tree.learner is None:
+            return False
+        self._num_matches = max(0, self._num_matches - _MATCHES)
+        return self._num_matches < _MATCHES
 
     @property
     def policy(self) -> Policy:
@@ -186,9 +201,10 @@ class RadixKVCache(BasePrefixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The longest cached prefix, whole pages; it counts as recent now, exactly as far as it matched.
 
-        For a policy that learns it changes nothing: a request begins where it first publishes.
+        For a policy that learns it is waited for now; a request begins where it first publishes.
         """
-        found = self._look(params.key)
+        self._num_matches += 1
+        found = self._look(params.key, None if params.req is None else params.req.last_node)
         return MatchResult(found.num_tokens, found, found, found)
 
     def touch_prefix(self, key: RadixKey) -> None:
@@ -205,7 +221,7 @@ class RadixKVCache(BasePrefixCache):
         before = self._tree.num_evictable
         held = node.node
         if held != NO_NODE:
-            if self._tree.ends(held, node.serial):
+            if self._stands(node):
                 self._tree.hold_node(held)
             else:
                 path, part = self._found(node)
@@ -284,7 +300,7 @@ class RadixKVCache(BasePrefixCache):
             node = self._insert(node, key[len(known) * tree.width :], pages, tokens, new, req, req.session_id)
         if lock is not None:
             del self._locks[lock]
-        req.last_node = Prefix(end, name, node, tree.serial(node))
+        req.last_node = Prefix(end, name, node, tree.serial(node), tree)
         req.lock = TreeLock(req.last_node, DecLockRefParams(node_id=self._new_lock(node, req.priority or 0, num_known)))
         kv.cache_protected_len = kv.cache_inserted_len = end
 
@@ -326,7 +342,7 @@ class RadixKVCache(BasePrefixCache):
             edge = key[num_cached * tree.width :]
             node = self._insert(node, edge, pages, tokens, known, params.key, params.session_id)
         tree.release(node, params.priority or 0, num_known)
-        return InsertResult(prefix_len=known, last_device_node=Prefix(num, name, node, tree.serial(node), key))
+        return InsertResult(prefix_len=known, last_device_node=Prefix(num, name, node, tree.serial(node), tree, key))
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Evict `num_tokens`, rounded up to pages, or all that is not locked; their slots are free then.
@@ -376,23 +392,33 @@ class RadixKVCache(BasePrefixCache):
         self.update_eviction_metrics(num_tokens, start)
         return EvictResult(num_tokens_evicted=num_tokens)
 
-    def _look(self, key: RadixKey) -> Prefix:
+    def _look(self, key: RadixKey, last: Any = None) -> Prefix:
+        """The longest cached prefix, which is waited for now; `last` is what the same request was told before."""
         num = self._num_keys(key)
         if self.disable or not num:
             return _EMPTY
         tree, name = self._tree, _name(key.extra_key, key.cache_salt)
         packed = self._key(key.token_ids, 0, num)
-        root = tree.root(name)
-        path, num_pages, part = tree.find(root, packed, 0, len(packed))
-        if not num_pages:
-            return _EMPTY
-        packed = packed[: num_pages * tree.width]
-        if tree.learner is not None:
-            serial = 0 if part else tree.serial(path[-1])  # 0 is no prefix's, so that a part is found again by its key
-            return Prefix(num_pages * self.page_size, name, path[-1], serial, packed)
-        node = tree.hold(root, name, path, part)[1]
-        tree.let_go(node)
-        return Prefix(num_pages * self.page_size, name, node, tree.serial(node), packed)
+        if isinstance(last, Prefix) and self._look_again(last, name, packed):
+            return last
+        path, num_pages, part = tree.find(tree.root(name), packed, 0, len(packed))
+        pos, end = num_pages * tree.width, len(packed)
+        node = tree.look(name, path, part, packed, pos)
+        serial = tree.serial(node) if path else 0
+        return Prefix(num_pages * self.page_size, name, node, serial, tree, packed[:pos], end, tree.num_uses)
+
+    def _look_again(self, last: Prefix, name: Name, packed: bytes) -> bool:
+        """Whether `last` is what `_look` would find; a policy that learns need not hear of it before the next use."""
+        tree = self._tree
+        if tree.learner is None or last.tree is not tree or last.num_uses != tree.num_uses or last.key is None:
+            return False
+        pos = len(last.key)
+        ended_there = pos < min(last.end, len(packed)) and last.name == name and packed.startswith(last.key)
+        return ended_there and tree.look_again(name, last.node, last.serial, packed, pos)
+
+    def _stands(self, prefix: Prefix) -> bool:
+        """Whether all of a prefix is cached, and ends with its node."""
+        return prefix.tree is self._tree and self._tree.ends(prefix.node, prefix.serial)
 
     def _num_keys(self, key: RadixKey) -> int:
         """How many positions of a key there are to match, whole pages."""
@@ -415,7 +441,7 @@ class RadixKVCache(BasePrefixCache):
         if prefix.node == NO_NODE:
             return [], 0
         tree = self._tree
-        if tree.ends(prefix.node, prefix.serial):
+        if self._stands(prefix):
             return tree.path_to(prefix.node), 0
         if prefix.key is not None:
             path, num, part = tree.find(tree.root(prefix.name), prefix.key, 0, len(prefix.key))
@@ -513,6 +539,7 @@ def _policy_maker(name: str, options: dict[str, Any] | None) -> Callable[[], Pol
 _COUNTS = ("num_tokens", "num_cached_tokens", "position", "num_lost_tokens")  # of an explanation, in tokens
 _FREE = -1  # the page of a free place
 _SHARE = 256  # see `evict_for_alloc`
+_MATCHES = 128  # see `supports_fast_match_prefix`
 _STUMP = 15  # tokens that are not worth keeping when as many before them are evicted; matters to pages below 16
 _POLICIES: dict[str, Callable[[], Policy]] = {
     **POLICIES,
