@@ -124,23 +124,14 @@ with_reuse, with_arc = (partial(Learning, policy) for policy in LEARNING)
 
 
 @pytest.mark.parametrize(
-    ("factory", "num_base"),
-    [
-        ("radixkv.integrations.sglang_cache:RadixKVCache", 37),
-        ("test_sglang:with_reuse", 36),
-        ("test_sglang:with_arc", 36),
-    ],
+    "factory",
+    ["radixkv.integrations.sglang_cache:RadixKVCache", "test_sglang:with_reuse", "test_sglang:with_arc"],
 )
-def test_conformance(factory: str, num_base: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """SGLang's upstream scenarios, the base ones and the ideal ones that its own trees fail.
-
-    Where the policy learns, all but the one that asks a match to refresh.
-    """
+def test_conformance(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """SGLang's upstream scenarios, the base ones and the ideal ones that its own trees fail."""
     if not CONFORMANCE.exists():
         pytest.skip(f"no {CONFORMANCE}")
     command = [sys.executable, "-B", "-m", "pytest", "-v", "-p", "no:cacheprovider", str(CONFORMANCE)]
-    if num_base == 36:
-        command += ["-k", "not test_evict_lru_order"]
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "bench")))
     settings = {"SGL_FACTORY": factory, "PYTHONPATH": path}
     run = subprocess.run(command, cwd=CONFORMANCE.parent, env=os.environ | settings, capture_output=True, text=True)
@@ -152,7 +143,7 @@ def test_conformance(factory: str, num_base: int, capsys: pytest.CaptureFixture[
             f"\nconformance: {base.count('PASSED')} of {len(base)} base, {ideal.count('PASSED')} of {len(ideal)} ideal"
         )
     assert run.returncode == 0, run.stdout[-4000:]
-    assert (len(base), len(ideal)) == (num_base, 6)
+    assert (len(base), len(ideal)) == (37, 6)
     assert {*base, *ideal} == {"PASSED"}
 
 
