@@ -399,4 +399,4 @@ class Reuse(Memory):
 
         self._hazards.relearn(self._lesson_length)
         if self._hazards.index is not None:
-            self._index = np.array([[*row, inf] for row in self._hazards.index]).ravel()
+            self._index = np.pad(self._hazards.index, ((0, 0), (0, 1)), constant_values=inf).ravel()
