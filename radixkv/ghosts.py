@@ -41,8 +41,9 @@ class Ghosts:
         self._keys: list[int] = []  # the place << 32 | the sum of the first block
         self._sums: list[bytes] = []
         self._numbers: dict[int, int] = {}  # key -> number
+        self._nums: dict[int, int] = {}  # serial or number of a namespace -> how many runs continue it
         self._names: dict[Place, int] = {}  # of the namespaces that are places, below 0
-        self._named: dict[int, tuple[Place, int]] = {}  # the other way round, and how many runs continue it
+        self._named: dict[int, Place] = {}  # the other way round
         self._last_name = 0
 
     def __len__(self) -> int:
@@ -79,6 +80,10 @@ class Ghosts:
     def continues(self, ghost: int, serial: int) -> bool:
         """Whether `ghost` stands for a run that continues the prefix of that serial."""
         return self._keys[ghost] >> _SUM_BITS == serial
+
+    def num_behind(self, place: Place) -> int:
+        """How many runs continue `place`."""
+        return self._nums.get(self._number_of(place), 0)
 
     def first(self) -> int:
         """What was evicted first; there must be one."""
@@ -141,6 +146,7 @@ class Ghosts:
 
     def _set(self, ghost: int, place: Place, sums: bytes) -> None:
         number = place if type(place) is int else self._add_name(place)
+        self._nums[number] = self._nums.get(number, 0) + 1
         key = number << _SUM_BITS | int.from_bytes(sums[:_SUM_BYTES], "little")
         if key in self._numbers:
             self.remove(self._numbers[key])
@@ -149,24 +155,24 @@ class Ghosts:
         self.num_blocks += num
 
     def _add_name(self, name: Place) -> int:
-        """The number of a namespace that one more run continues."""
+        """The number of a namespace that a run continues."""
         number = self._names.get(name, 0)
         if not number:
             self._last_name -= 1
             number = self._names[name] = self._last_name
-        self._named[number] = name, self._named.get(number, (name, 0))[1] + 1
+            self._named[number] = name
         return number
 
     def _unset(self, ghost: int) -> None:
         key = self._keys[ghost]
         del self._numbers[key]
         self.num_blocks -= self.lengths[ghost]
-        if key < 0:
-            name, num = self._named.pop(key >> _SUM_BITS)
-            if num > 1:
-                self._named[key >> _SUM_BITS] = name, num - 1
-            else:
-                del self._names[name]
+        number = key >> _SUM_BITS
+        num = self._nums.pop(number)
+        if num > 1:
+            self._nums[number] = num - 1
+        elif number < 0:
+            del self._names[self._named.pop(number)]
 
     def _sum(self, buffer: "bytes | bytearray", start: int, end: int) -> bytes:
         """Sums of whole blocks, 4 bytes each. About 2 us and 1 ns a token; a block of one token is its own sum."""

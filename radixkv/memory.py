@@ -17,6 +17,9 @@ NEW = -1  # the mark of a node that nobody used yet, or that is gone
 class Memory:
     """The part of a `Learner` that remembers. A time is a number of requests that ended. Not thread-safe."""
 
+    max_uses: int
+    """More uses are not counted, so that what was used as often by the same requests is alike for good."""
+
     def __init__(self) -> None:
         self._time = 0
         # Of nodes:
@@ -50,6 +53,14 @@ class Memory:
         self._marks[upper], self._uses[upper] = self._marks[node], self._uses[node]
         self._lengths[upper] = part
         self._lengths[node] -= part
+
+    def merge(self, upper: int, node: int) -> None:
+        self._lengths[node] += self._lengths[upper]
+        self._marks[upper] = NEW
+        self._tails.pop(upper, None)
+
+    def num_behind(self, place: Place) -> int:
+        return self._ghosts.num_behind(place)
 
     def find(self, place: Place, key: bytes | bytearray, pos: int, end: int) -> list[tuple[int, int]]:
         return self._ghosts.chain(place, key, pos, end)

@@ -85,6 +85,8 @@ class Reuse(Memory):
     Costs and memory are in docs/policies.md.
     """
 
+    max_uses = 32  # one class is of all that was used so often
+
     def __init__(self, *, lru_blocks: int | None = None) -> None:
         """`lru_blocks`: what LRU is imagined to have; by default, what the cache has."""
         super().__init__()
@@ -208,7 +210,7 @@ class Reuse(Memory):
             self._before.append(_NO_PLACE)
         super().start(node)
 
-    def touch(self, path: list[int], num_known: int | None) -> None:
+    def touch(self, path: list[int], num_known: int | None) -> list[int]:
         self._follow, self._emptied = NO_NODE, NEW
         if num_known is not None:
             self._time = self._now = self._time + 1
@@ -230,17 +232,23 @@ class Reuse(Memory):
         if num_known is not None:
             num_new = max(0, total - num_known)
         time = self._time << CLASS_BITS
-        size = class_of(1, num_new)
+        size, max_uses = class_of(1, num_new), self.max_uses
+        alike = []  # with the node before it, for good
         for node in path:
             if num_known is not None:
-                uses[node] = num = uses[node] + 1
-                marks[node] = time | size + _CLASSES[num if num < 32 else 32]
+                num = uses[node]
+                if num < max_uses:
+                    uses[node] = num = num + 1
+                if num == max_uses:
+                    alike.append(node)
+                marks[node] = time | size + _CLASSES[num]
             else:  # nobody looked it up, so that is no use
                 marks[node] = time | (size if marks[node] == NEW else marks[node] & CLASS)
         shadow.use(self._time, total)
         self._forget_first()
         if self._time >= self._next_lesson or len(self._hazards.log) > ROW * _CHUNK or self._uncounted:
             self._learn()
+        return alike[1:]  # uses never grow along a path
 
     def forget(self, nodes: list[int], places: list[Place]) -> None:
         for node in nodes:
