@@ -151,6 +151,7 @@ class Reuse(Memory):
         self._oldest_uses = self._ends[:NUM_CLASSES]
         last_edge = ceil(2 ** ((NUM_BINS - 1) / 2))
         self._bins = np.array([NUM_BINS, *map(age_bin, range(last_edge))])  # of an age + 1; 0 stands for no leaf
+        self._nows = np.full(2 * NUM_CLASSES, self._now + 1)  # a number for each end: one for all takes longer
         self._rows = np.arange(2 * NUM_CLASSES) % NUM_CLASSES * (NUM_BINS + 1)
         self._recent = [_Chunk(0, self._counts(), np.zeros((0, ROW), np.int64))]
         self._index: Any = None  # flat, by class and bin, and for no leaf; None before the first lesson
@@ -307,7 +308,9 @@ class Reuse(Memory):
             self._find_oldest()
         oldest = int(self._oldest_uses.argmin())
         if self._index is not None and not self._guard.active:
-            places = self._bins.take(self._now + 1 - self._ends, mode="clip")
+            if self._nows[0] != self._now + 1:
+                self._nows.fill(self._now + 1)
+            places = self._bins.take(self._nows - self._ends, mode="clip")
             places += self._rows
             values = self._index.take(places)
             lowest = int(values.argmin())
@@ -341,11 +344,17 @@ class Reuse(Memory):
         most = max(_MIN_REMEMBERED, _REMEMBERED_PER_NODE * num_cached)
         surplus = len(ghosts) + num_cached - most
         if surplus > most // _SLACK:
-            for _ in range(min(surplus, len(ghosts))):
-                self._forget_ghost(ghosts.first())
+            self._forget_ghosts(min(surplus, len(ghosts)))
         most = max(_MIN_BLOCKS, _BLOCKS_PER_BLOCK * self._shadow.room)
         while ghosts.num_blocks > most:
             self._forget_ghost(ghosts.first())
+
+    def _forget_ghosts(self, num: int) -> None:
+        ghosts, marks, asked = self._ghosts, self._ghost_marks, self._ghost_asked
+        for _ in range(num):
+            ghost = ghosts.first()
+            self._pass(marks[ghost], ghosts.lengths[ghost] - asked[ghost])
+            ghosts.remove(ghost)
 
     def _forget_ghost(self, ghost: int) -> None:
         ghosts = self._ghosts
@@ -407,4 +416,4 @@ class Reuse(Memory):
 
         self._hazards.relearn(self._lesson_length)
         if self._hazards.index is not None:
-            self._index = np.pad(self._hazards.index, ((0, 0), (0, 1)), constant_values=inf).ravel()
+            self._index = np.column_stack((self._hazards.index, np.full(NUM_CLASSES, inf))).ravel()
