@@ -34,11 +34,13 @@ def class_of(uses: int, num_new: int) -> int:
     return used * NUM_SIZES + min(num_new.bit_length() // 2, NUM_SIZES - 1)
 
 
-def age_bin(age: int) -> int:
-    """The bin of an age."""
-    octave = (age + 1).bit_length() - 1
-    half = (age + 1) ** 2 >> (2 * octave + 1)
-    return min(2 * octave + half, NUM_BINS - 1)
+def age_bins(ages: "Integers") -> "Integers":
+    """The bin of each age."""
+    import numpy as np
+
+    fractions, exponents = np.frexp(ages + 1.0)
+    bins: Integers = np.minimum(2 * exponents - 2 + (fractions >= _HALF_OCTAVE), NUM_BINS - 1)
+    return bins
 
 
 _EDGES = [2 ** (b / 2) - 1 for b in range(NUM_BINS + 1)]
@@ -76,7 +78,7 @@ class Hazards:
         del self.log[:]
         self.count(kinds, starts, ages, num_blocks)
         used = num_nodes > 0
-        places = (kinds * NUM_BINS + _bins(ages))[used]
+        places = (kinds * NUM_BINS + age_bins(ages))[used]
         _add(self._used, places, num_blocks[used])
         self._num_blocks += float(num_blocks[used].sum())
         self._num_nodes += float(num_nodes[used].sum())
@@ -86,7 +88,7 @@ class Hazards:
         import numpy as np
 
         bounds, signed = np.concatenate([ages, starts]), np.concatenate([num_blocks, -num_blocks])
-        bins = _bins(bounds)
+        bins = age_bins(bounds)
         places = np.concatenate([kinds, kinds]) * NUM_BINS + bins
         _add(self._ends, places, signed)
         _add(self._parts, places, signed * (bounds - np.array(_EDGES)[bins]))
@@ -170,15 +172,6 @@ def _fit(used: "Floats", passed: "Floats", parent: "Floats", prior: float) -> "F
     level = (seen + prior) / (expected + prior)
     fitted: Floats = (used + prior / 2) / (passed + prior / (2 * level * parent))
     return fitted
-
-
-def _bins(ages: "Integers") -> "Integers":
-    """As `age_bin`."""
-    import numpy as np
-
-    fractions, exponents = np.frexp(ages + 1.0)
-    bins: Integers = np.minimum(2 * exponents - 2 + (fractions >= _HALF_OCTAVE), NUM_BINS - 1)
-    return bins
 
 
 def _add(column: "array[float]", places: "Integers", values: "Integers | Floats") -> None:

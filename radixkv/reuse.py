@@ -13,7 +13,7 @@ from math import ceil, inf
 from typing import Any
 
 from radixkv.evicted import Place
-from radixkv.hazards import NUM_BINS, NUM_CLASSES, ROW, Hazards, age_bin, class_of
+from radixkv.hazards import NUM_BINS, NUM_CLASSES, ROW, Hazards, age_bins, class_of
 from radixkv.lazy_heap import LazyHeap
 from radixkv.learner import Arrival
 from radixkv.memory import CLASS, CLASS_BITS, NEW, Memory
@@ -149,9 +149,12 @@ class Reuse(Memory):
         super().attach(width, holds, blocks)
         self._ends = np.frombuffer(self._end_uses, np.int64)
         self._oldest_uses = self._ends[:NUM_CLASSES]
+        self._end_values = array("d", bytes(8 * len(self._end_uses)))  # their indices
+        self._values = np.frombuffer(self._end_values)
         last_edge = ceil(2 ** ((NUM_BINS - 1) / 2))
-        self._bins = np.array([NUM_BINS, *map(age_bin, range(last_edge))])  # of an age + 1; 0 stands for no leaf
-        self._nows = np.full(2 * NUM_CLASSES, self._now + 1)  # a number for each end: one for all takes longer
+        self._bins = np.append(NUM_BINS, age_bins(np.arange(last_edge)))  # of an age + 1; 0 stands for no leaf
+        self._nows = np.empty(2 * NUM_CLASSES, np.int64)  # a number for each end: one for all takes longer
+        self._filled = NEW  # with which
         self._rows = np.arange(2 * NUM_CLASSES) % NUM_CLASSES * (NUM_BINS + 1)
         self._recent = [_Chunk(0, self._counts(), np.zeros((0, ROW), np.int64))]
         self._index: Any = None  # flat, by class and bin, and for no leaf; None before the first lesson
@@ -204,12 +207,6 @@ class Reuse(Memory):
         counted = lesson - used if used < lesson else 0
         self._hazards.log.extend((mark & CLASS, counted, self._now - used, num, num_nodes, self._now))
         return self._shadow.hits(used, start, num)
-
-    def start(self, node: int) -> None:
-        if node == len(self._marks):
-            self._after.append(_NO_PLACE)
-            self._before.append(_NO_PLACE)
-        super().start(node)
 
     def touch(self, path: list[int], num_known: int | None) -> list[int]:
         self._follow, self._emptied = NO_NODE, NEW
@@ -275,6 +272,9 @@ class Reuse(Memory):
         if mark == self._emptied:
             self._follow = leaf
         place, newest = leaf + NUM_CLASSES, self._before[kind]
+        while place >= len(self._after):
+            self._after.append(_NO_PLACE)
+            self._before.append(_NO_PLACE)
         self._after[newest] = self._before[kind] = place
         self._before[place], self._after[place] = newest, kind
         self._end_uses[NUM_CLASSES + kind] = used
@@ -308,13 +308,14 @@ class Reuse(Memory):
             self._find_oldest()
         oldest = int(self._oldest_uses.argmin())
         if self._index is not None and not self._guard.active:
-            if self._nows[0] != self._now + 1:
+            if self._filled != self._now:
+                self._filled = self._now
                 self._nows.fill(self._now + 1)
-            places = self._bins.take(self._nows - self._ends, mode="clip")
+            places = self._bins.take(self._nows - self._ends, None, None, "clip")
             places += self._rows
-            values = self._index.take(places)
-            lowest = int(values.argmin())
-            if values[lowest] < _MARGIN * values[oldest]:
+            self._index.take(places, None, self._values, "clip")
+            lowest = int(self._values.argmin())
+            if self._end_values[lowest] < _MARGIN * self._end_values[oldest]:
                 if lowest >= NUM_CLASSES:
                     return self._before[lowest - NUM_CLASSES] - NUM_CLASSES
                 return self._oldest[lowest]
@@ -350,11 +351,16 @@ class Reuse(Memory):
             self._forget_ghost(ghosts.first())
 
     def _forget_ghosts(self, num: int) -> None:
-        ghosts, marks, asked = self._ghosts, self._ghost_marks, self._ghost_asked
+        ghosts, lengths, marks, asked = self._ghosts, self._ghosts.lengths, self._ghost_marks, self._ghost_asked
+        now, lesson, rows = self._time, self._lesson, array("q")
         for _ in range(num):
             ghost = ghosts.first()
-            self._pass(marks[ghost], ghosts.lengths[ghost] - asked[ghost])
+            mark = marks[ghost]
+            used = mark >> CLASS_BITS
+            counted = lesson - used if used < lesson else 0
+            rows.extend((mark & CLASS, counted, now - used, lengths[ghost] - asked[ghost], 0, 0))
             ghosts.remove(ghost)
+        self._hazards.log += rows
 
     def _forget_ghost(self, ghost: int) -> None:
         ghosts = self._ghosts

@@ -5,9 +5,13 @@ import random
 import numpy as np
 import pytest
 
-from radixkv.hazards import NUM_BINS, NUM_CLASSES, ROW, Hazards, age_bin, class_of, gittins_index, unused_share
+from radixkv.hazards import NUM_BINS, NUM_CLASSES, ROW, Hazards, age_bins, class_of, gittins_index, unused_share
 
 EDGES = [2 ** (b / 2) - 1 for b in range(NUM_BINS + 1)]
+
+
+def age_bin(age: int) -> int:
+    return int(age_bins(np.array([age]))[0])
 
 
 def test_bins_are_half_octaves() -> None:
