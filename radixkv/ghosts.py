@@ -8,6 +8,7 @@ runs form chains that are as exact as those of the tree, but for blocks whose su
 from array import array
 from collections.abc import Iterable
 from random import Random
+from struct import Struct
 
 from radixkv.evicted import Place
 from radixkv.ring import Ring
@@ -15,6 +16,7 @@ from radixkv.tokens import TOKEN_BYTES
 
 NO_GHOST = -1
 _SUM_BYTES = 4
+_first = Struct("<I").unpack_from  # the first sum of many
 _SUM_BITS = 8 * _SUM_BYTES
 
 
@@ -60,7 +62,7 @@ class Ghosts:
             return found
         numbers, ends = self._numbers, self.ends
         first = self._sum(key, pos, pos + self._width)
-        ghost = numbers.get(number << _SUM_BITS | int.from_bytes(first, "little"), NO_GHOST)
+        ghost = numbers.get(number << _SUM_BITS | _first(first)[0], NO_GHOST)
         if ghost == NO_GHOST:
             return found
         sums, at = self._sum(key, pos, end), 0
@@ -73,8 +75,7 @@ class Ghosts:
             at += len(run)
             if at == len(sums):
                 break
-            first = sums[at : at + _SUM_BYTES]
-            ghost = numbers.get(ends[ghost] << _SUM_BITS | int.from_bytes(first, "little"), NO_GHOST)
+            ghost = numbers.get(ends[ghost] << _SUM_BITS | _first(sums, at)[0], NO_GHOST)
         return found
 
     def continues(self, ghost: int, serial: int) -> bool:
@@ -147,7 +148,7 @@ class Ghosts:
     def _set(self, ghost: int, place: Place, sums: bytes) -> None:
         number = place if type(place) is int else self._add_name(place)
         self._nums[number] = self._nums.get(number, 0) + 1
-        key = number << _SUM_BITS | int.from_bytes(sums[:_SUM_BYTES], "little")
+        key = number << _SUM_BITS | _first(sums)[0]
         if key in self._numbers:
             self.remove(self._numbers[key])
         self._keys[ghost], self._sums[ghost], self._numbers[key] = key, sums, ghost
@@ -168,10 +169,12 @@ class Ghosts:
         del self._numbers[key]
         self.num_blocks -= self.lengths[ghost]
         number = key >> _SUM_BITS
-        num = self._nums.pop(number)
+        num = self._nums[number]
         if num > 1:
             self._nums[number] = num - 1
-        elif number < 0:
+            return
+        del self._nums[number]
+        if number < 0:
             del self._names[self._named.pop(number)]
 
     def _sum(self, buffer: "bytes | bytearray", start: int, end: int) -> bytes:
