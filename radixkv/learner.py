@@ -64,7 +64,7 @@ class Learner(Protocol):
     def touch(self, path: list[int], num_known: int | None, /) -> list[int]:
         """A request that used `path` ended; its `begin` returned `num_known`. None: it was a fork, or no request.
 
-        Returns which nodes of the path can be one with the node before them: whoever uses both, they stay alike.
+        Returns the nodes of the path that are like the one before them, and stay so as long as they are used together.
         """
 
     def evicted(self, leaf: int, place: Place, run: bytearray, end: int, /) -> None:

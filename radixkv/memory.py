@@ -17,9 +17,6 @@ NEW = -1  # the mark of a node that nobody used yet, or that is gone
 class Memory:
     """The part of a `Learner` that remembers. A time is a number of requests that ended. Not thread-safe."""
 
-    max_uses: int
-    """More uses are not counted, so that what was used as often by the same requests is alike for good."""
-
     def __init__(self) -> None:
         self._time = 0
         # Of nodes:

@@ -85,7 +85,8 @@ class Reuse(Memory):
     Costs and memory are in docs/policies.md.
     """
 
-    max_uses = 32  # one class is of all that was used so often
+    max_uses = 32
+    """More are not counted, as they make no other class: so what was used so often, last by one request, stays alike."""
 
     def __init__(self, *, lru_blocks: int | None = None) -> None:
         """`lru_blocks`: what LRU is imagined to have; by default, what the cache has."""
@@ -154,7 +155,7 @@ class Reuse(Memory):
         last_edge = ceil(2 ** ((NUM_BINS - 1) / 2))
         self._bins = np.append(NUM_BINS, age_bins(np.arange(last_edge)))  # of an age + 1; 0 stands for no leaf
         self._nows = np.empty(2 * NUM_CLASSES, np.int64)  # a number for each end: one for all takes longer
-        self._filled = NEW  # with which
+        self._filled = NEW  # the time that they are of
         self._rows = np.arange(2 * NUM_CLASSES) % NUM_CLASSES * (NUM_BINS + 1)
         self._recent = [_Chunk(0, self._counts(), np.zeros((0, ROW), np.int64))]
         self._index: Any = None  # flat, by class and bin, and for no leaf; None before the first lesson
@@ -345,22 +346,11 @@ class Reuse(Memory):
         most = max(_MIN_REMEMBERED, _REMEMBERED_PER_NODE * num_cached)
         surplus = len(ghosts) + num_cached - most
         if surplus > most // _SLACK:
-            self._forget_ghosts(min(surplus, len(ghosts)))
+            for _ in range(min(surplus, len(ghosts))):
+                self._forget_ghost(ghosts.first())
         most = max(_MIN_BLOCKS, _BLOCKS_PER_BLOCK * self._shadow.room)
         while ghosts.num_blocks > most:
             self._forget_ghost(ghosts.first())
-
-    def _forget_ghosts(self, num: int) -> None:
-        ghosts, lengths, marks, asked = self._ghosts, self._ghosts.lengths, self._ghost_marks, self._ghost_asked
-        now, lesson, rows = self._time, self._lesson, array("q")
-        for _ in range(num):
-            ghost = ghosts.first()
-            mark = marks[ghost]
-            used = mark >> CLASS_BITS
-            counted = lesson - used if used < lesson else 0
-            rows.extend((mark & CLASS, counted, now - used, lengths[ghost] - asked[ghost], 0, 0))
-            ghosts.remove(ghost)
-        self._hazards.log += rows
 
     def _forget_ghost(self, ghost: int) -> None:
         ghosts = self._ghosts
