@@ -165,7 +165,8 @@ class RadixTree:
                 return
             trail.append((root, ids[root], 0))
         while len(trail) > 1:
-            (above, above_id, _), (node, node_id, _) = trail[-2:]
+            node, node_id, _ = trail[-1]
+            above, above_id, _ = trail[-2]
             if ids[node] == node_id and parents[node] == above and ids[above] == above_id:
                 break  # subtle: so the prefix is there, and the node begins where it did, whatever merged before that
             trail.pop()
