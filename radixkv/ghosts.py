@@ -16,8 +16,8 @@ from radixkv.tokens import TOKEN_BYTES
 
 NO_GHOST = -1
 _SUM_BYTES = 4
-_first = Struct("<I").unpack_from  # the first sum of many
 _SUM_BITS = 8 * _SUM_BYTES
+_first = Struct("<I").unpack_from  # the first of many sums, in a tuple
 
 
 class Ghosts:

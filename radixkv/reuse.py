@@ -232,7 +232,7 @@ class Reuse(Memory):
             num_new = max(0, total - num_known)
         time = self._time << CLASS_BITS
         size, max_uses = class_of(1, num_new), self.max_uses
-        alike = []  # with the node before it, for good
+        alike = []  # for good
         for node in path:
             if num_known is not None:
                 num = uses[node]
@@ -247,7 +247,7 @@ class Reuse(Memory):
         self._forget_first()
         if self._time >= self._next_lesson or len(self._hazards.log) > ROW * _CHUNK or self._uncounted:
             self._learn()
-        return alike[1:]  # uses never grow along a path
+        return alike[1:]  # the beginning of the path, as uses never grow along it
 
     def forget(self, nodes: list[int], places: list[Place]) -> None:
         for node in nodes:
