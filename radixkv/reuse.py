@@ -86,7 +86,7 @@ class Reuse(Memory):
     """
 
     max_uses = 32
-    """More are not counted, as they make no other class: so what was used so often, last by one request, stays alike."""
+    """More are not counted, as they make no other class: so what was used so often by the same requests stays alike."""
 
     def __init__(self, *, lru_blocks: int | None = None) -> None:
         """`lru_blocks`: what LRU is imagined to have; by default, what the cache has."""
