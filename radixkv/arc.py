@@ -55,7 +55,7 @@ class ARC(Memory):
             self._ghost_orders[kind].discard(ghost)
         return end
 
-    def touch(self, path: list[int], num_known: int | None) -> None:
+    def touch(self, path: list[int], num_known: int | None) -> list[int]:
         self._time += num_known is not None
         for node in path:
             length = len(self._blocks[node]) // BLOCK_BYTES
@@ -68,6 +68,7 @@ class ARC(Memory):
             self._marks[node] = self._time << CLASS_BITS | kind
             self._num_blocks[kind] += length
         self._forget_first()
+        return []
 
     def evicted(self, leaf: int, place: Place, run: bytearray, end: int) -> None:
         kind, num = self._marks[leaf] & CLASS, len(run) // self._width

@@ -8,6 +8,7 @@ runs form chains that are as exact as those of the tree, but for blocks whose su
 from array import array
 from collections.abc import Iterable
 from random import Random
+from struct import Struct
 
 from radixkv.evicted import Place
 from radixkv.ring import Ring
@@ -16,6 +17,7 @@ from radixkv.tokens import TOKEN_BYTES
 NO_GHOST = -1
 _SUM_BYTES = 4
 _SUM_BITS = 8 * _SUM_BYTES
+_first = Struct("<I").unpack_from  # the first of many sums, in a tuple
 
 
 class Ghosts:
@@ -41,8 +43,9 @@ class Ghosts:
         self._keys: list[int] = []  # the place << 32 | the sum of the first block
         self._sums: list[bytes] = []
         self._numbers: dict[int, int] = {}  # key -> number
+        self._nums: dict[int, int] = {}  # serial or number of a namespace -> how many runs continue it
         self._names: dict[Place, int] = {}  # of the namespaces that are places, below 0
-        self._named: dict[int, tuple[Place, int]] = {}  # the other way round, and how many runs continue it
+        self._named: dict[int, Place] = {}  # the other way round
         self._last_name = 0
 
     def __len__(self) -> int:
@@ -51,15 +54,15 @@ class Ghosts:
     def chain(self, place: Place, key: "bytes | bytearray", pos: int, end: int) -> list[tuple[int, int]]:
         """The runs that continue `place` as `key[pos:end]`, whole blocks, does; of each, how many blocks agree.
 
-        All but the last agree as a whole. About 2 us where there are none, else as much again and 1 ns a token.
+        All but the last agree as a whole. 2 us at most where there are none, else as much again and 1 ns a token.
         """
         found: list[tuple[int, int]] = []
-        if pos >= end:
+        number = place if type(place) is int else self._names.get(place, 0)
+        if pos >= end or number not in self._nums:
             return found
         numbers, ends = self._numbers, self.ends
-        number = place if type(place) is int else self._names.get(place, 0)
         first = self._sum(key, pos, pos + self._width)
-        ghost = numbers.get(number << _SUM_BITS | int.from_bytes(first, "little"), NO_GHOST)
+        ghost = numbers.get(number << _SUM_BITS | _first(first)[0], NO_GHOST)
         if ghost == NO_GHOST:
             return found
         sums, at = self._sum(key, pos, end), 0
@@ -72,13 +75,16 @@ class Ghosts:
             at += len(run)
             if at == len(sums):
                 break
-            first = sums[at : at + _SUM_BYTES]
-            ghost = numbers.get(ends[ghost] << _SUM_BITS | int.from_bytes(first, "little"), NO_GHOST)
+            ghost = numbers.get(ends[ghost] << _SUM_BITS | _first(sums, at)[0], NO_GHOST)
         return found
 
     def continues(self, ghost: int, serial: int) -> bool:
         """Whether `ghost` stands for a run that continues the prefix of that serial."""
         return self._keys[ghost] >> _SUM_BITS == serial
+
+    def num_behind(self, place: Place) -> int:
+        """How many runs continue `place`."""
+        return self._nums.get(self._number_of(place), 0)
 
     def first(self) -> int:
         """What was evicted first; there must be one."""
@@ -141,7 +147,8 @@ class Ghosts:
 
     def _set(self, ghost: int, place: Place, sums: bytes) -> None:
         number = place if type(place) is int else self._add_name(place)
-        key = number << _SUM_BITS | int.from_bytes(sums[:_SUM_BYTES], "little")
+        self._nums[number] = self._nums.get(number, 0) + 1
+        key = number << _SUM_BITS | _first(sums)[0]
         if key in self._numbers:
             self.remove(self._numbers[key])
         self._keys[ghost], self._sums[ghost], self._numbers[key] = key, sums, ghost
@@ -149,24 +156,26 @@ class Ghosts:
         self.num_blocks += num
 
     def _add_name(self, name: Place) -> int:
-        """The number of a namespace that one more run continues."""
+        """The number of a namespace that a run continues."""
         number = self._names.get(name, 0)
         if not number:
             self._last_name -= 1
             number = self._names[name] = self._last_name
-        self._named[number] = name, self._named.get(number, (name, 0))[1] + 1
+            self._named[number] = name
         return number
 
     def _unset(self, ghost: int) -> None:
         key = self._keys[ghost]
         del self._numbers[key]
         self.num_blocks -= self.lengths[ghost]
-        if key < 0:
-            name, num = self._named.pop(key >> _SUM_BITS)
-            if num > 1:
-                self._named[key >> _SUM_BITS] = name, num - 1
-            else:
-                del self._names[name]
+        number = key >> _SUM_BITS
+        num = self._nums[number]
+        if num > 1:
+            self._nums[number] = num - 1
+            return
+        del self._nums[number]
+        if number < 0:
+            del self._names[self._named.pop(number)]
 
     def _sum(self, buffer: "bytes | bytearray", start: int, end: int) -> bytes:
         """Sums of whole blocks, 4 bytes each. About 2 us and 1 ns a token; a block of one token is its own sum."""

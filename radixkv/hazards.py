@@ -34,11 +34,13 @@ def class_of(uses: int, num_new: int) -> int:
     return used * NUM_SIZES + min(num_new.bit_length() // 2, NUM_SIZES - 1)
 
 
-def age_bin(age: int) -> int:
-    """The bin of an age."""
-    octave = (age + 1).bit_length() - 1
-    half = (age + 1) ** 2 >> (2 * octave + 1)
-    return min(2 * octave + half, NUM_BINS - 1)
+def age_bins(ages: "Integers") -> "Integers":
+    """The bin of each age."""
+    import numpy as np
+
+    fractions, exponents = np.frexp(ages + 1.0)
+    bins: Integers = np.minimum(2 * exponents - 2 + (fractions >= _HALF_OCTAVE), NUM_BINS - 1)
+    return bins
 
 
 _EDGES = [2 ** (b / 2) - 1 for b in range(NUM_BINS + 1)]
@@ -63,18 +65,20 @@ class Hazards:
         self._parts = array("d", bytes(8 * size))
         self._num_blocks = self._num_nodes = 0.0  # that were used again
         self._learned: tuple[Floats, Floats] | None = None  # blocks used, block-requests passed, by class and bin
-        self.index: list[list[float]] | None = None
-        """By class and bin of age; None until something was used again."""
+        self.index: Floats | None = None
+        """(classes, bins of age); None until something was used again."""
 
     def count_log(self) -> None:
         """Count the events in the log. About 0.2 us each."""
+        if not self.log:
+            return
         import numpy as np  # here: importing radixkv stays fast
 
-        kinds, starts, ages, num_blocks, num_nodes, _ = np.array(self.log).reshape(-1, ROW).T
+        kinds, starts, ages, num_blocks, num_nodes, _ = np.array(self.log).reshape(-1, ROW).T.copy()
         del self.log[:]
         self.count(kinds, starts, ages, num_blocks)
         used = num_nodes > 0
-        places = (kinds * NUM_BINS + _bins(ages))[used]
+        places = (kinds * NUM_BINS + age_bins(ages))[used]
         _add(self._used, places, num_blocks[used])
         self._num_blocks += float(num_blocks[used].sum())
         self._num_nodes += float(num_nodes[used].sum())
@@ -83,15 +87,14 @@ class Hazards:
         """Blocks passed from one age to another. About 0.1 us each."""
         import numpy as np
 
-        edges = np.array(_EDGES)
-        for bounds, signed in ((ages, num_blocks), (starts, -num_blocks)):
-            bins = _bins(bounds)
-            places = kinds * NUM_BINS + bins
-            _add(self._ends, places, signed)
-            _add(self._parts, places, signed * (bounds - edges[bins]))
+        bounds, signed = np.concatenate([ages, starts]), np.concatenate([num_blocks, -num_blocks])
+        bins = age_bins(bounds)
+        places = np.concatenate([kinds, kinds]) * NUM_BINS + bins
+        _add(self._ends, places, signed)
+        _add(self._parts, places, signed * (bounds - np.array(_EDGES)[bins]))
 
     def relearn(self, elapsed: int) -> None:
-        """Make the index anew from all that was counted; `elapsed` requests after the last time. About 1 ms.
+        """Make the index anew from all that was counted; `elapsed` requests after the last time. About 0.4 ms.
 
         A class is taken to be like all of them, and then like those with as many uses, as far as too little was seen of
         it: first in how often its blocks are used, then in the ages at which they are.
@@ -123,41 +126,33 @@ class Hazards:
         hazards = _fit(used, passed, by_uses[:, None], prior).reshape(NUM_CLASSES, NUM_BINS)
         unused = unused_share(hazards * widths)
         stays = (1 - unused) / hazards
-        # what was never seen is like all with as many uses, so that fewer indices than classes are computed
-        keys = [row.tobytes() for row in unused]
-        rows = dict(zip(keys, zip(unused.tolist(), stays.tolist(), strict=True), strict=True))
-        index = {key: gittins_index(*columns) for key, columns in rows.items()}
-        self.index = [index[key] for key in keys]
+        self.index = gittins_index(unused, stays)
         kept = 0.5 ** (elapsed / _HALF_LIFE)
         self._learned = used * kept, passed * kept
         self._num_blocks *= kept
         self._num_nodes *= kept
 
 
-def gittins_index(unused: list[float], stays: list[float]) -> list[float]:
-    """By bin in which a block is now: the greatest chance of a use per request, over all bins up to which to keep it.
+def gittins_index(unused: "Floats", stays: "Floats") -> "Floats":
+    """By class and bin in which a block is now: the greatest chance of a use per request, over all bins up to which to
+    keep it.
 
     `unused`: what share of the blocks that get to a bin leaves it unused; `stays`: how many requests they stay in it,
-    on the average. O(bins): from the last to the first, it pays to go on through a stretch of later bins as long as
-    that gives more per request than what was gathered so far.
+    on the average. All three (classes, bins). From the last bin to the first, the chance of a use up to each later one
+    and the requests until then follow from those of the bin behind. About 0.2 ms for 42 classes and 34 bins.
     """
-    index: list[float] = []
-    # Of stretches of bins, the nearest last: the chance of a use, the requests it stays, the chance that it is left
-    gains: list[float] = []
-    costs: list[float] = []
-    lefts: list[float] = []
-    for left, cost in zip(reversed(unused), reversed(stays), strict=True):
-        gain = 1 - left
-        while gains and gains[-1] * cost > gain * costs[-1]:
-            gain += left * gains.pop()
-            cost += left * costs.pop()
-            left *= lefts.pop()
-        gains.append(gain)
-        costs.append(cost)
-        lefts.append(left)
-        index.append(gain / cost)
-    index.reverse()
-    return index
+    import numpy as np
+
+    left = np.ascontiguousarray(unused.T)  # else it takes three times as long
+    steps = np.stack((1 - left, stays.T), axis=1)  # (bins, 2, classes): chance and requests, of a bin alone
+    sums = np.zeros_like(steps)  # the same, from the bin that is looked at up to each
+    index = np.empty_like(left)
+    for b in range(len(left) - 1, -1, -1):
+        ends = sums[b:]
+        ends *= left[b, None]
+        ends += steps[b]
+        (ends[:, 0] / ends[:, 1]).max(0, out=index[b])
+    return index.T
 
 
 def unused_share(uses: "Floats") -> "Floats":
@@ -177,15 +172,6 @@ def _fit(used: "Floats", passed: "Floats", parent: "Floats", prior: float) -> "F
     level = (seen + prior) / (expected + prior)
     fitted: Floats = (used + prior / 2) / (passed + prior / (2 * level * parent))
     return fitted
-
-
-def _bins(ages: "Integers") -> "Integers":
-    """As `age_bin`."""
-    import numpy as np
-
-    fractions, exponents = np.frexp(ages + 1.0)
-    bins: Integers = np.minimum(2 * exponents - 2 + (fractions >= _HALF_OCTAVE), NUM_BINS - 1)
-    return bins
 
 
 def _add(column: "array[float]", places: "Integers", values: "Integers | Floats") -> None:

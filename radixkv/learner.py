@@ -23,7 +23,8 @@ class Arrival(NamedTuple):
 class Learner(Protocol):
     """What a policy defines besides that hears of every use, and remembers prefixes that were evicted.
 
-    Nodes that were used by different requests stay apart for it: a leaf is extended in place only while it is new.
+    Nodes that were used by different requests stay apart for it: a leaf is extended in place only while it is new, and
+    nodes become one only where it says that they are alike.
     """
 
     def attach(self, width: int, holds: "array[int]", blocks: dict[int, bytearray]) -> None:
@@ -47,6 +48,12 @@ class Learner(Protocol):
     def split(self, node: int, upper: int, part: int, /) -> None:
         """The first `part` blocks of `node` are `upper` now, used alike."""
 
+    def merge(self, upper: int, node: int, /) -> None:
+        """The blocks of `upper`, which is gone, are the first of `node` now, used alike."""
+
+    def num_behind(self, place: Place, /) -> int:
+        """How many evicted runs continue `place`."""
+
     def find(self, place: Place, key: bytes | bytearray, pos: int, end: int, /) -> list[tuple[int, int]]:
         """Which evicted runs, one after the other, continue `place` as `key[pos:end]` does: (ghost, blocks of it)."""
 
@@ -57,8 +64,11 @@ class Learner(Protocol):
     def look(self, path: list[int], place: Place, key: bytes | bytearray, pos: int, end: int, /) -> None:
         """Somebody who waits for `key[:end]` looked: `path`, whole nodes up to byte `pos`, is cached, and now held."""
 
-    def touch(self, path: list[int], num_known: int | None, /) -> None:
-        """A request that used `path` ended; its `begin` returned `num_known`. None: it was a fork, or no request."""
+    def touch(self, path: list[int], num_known: int | None, /) -> list[int]:
+        """A request that used `path` ended; its `begin` returned `num_known`. None: it was a fork, or no request.
+
+        Returns the nodes of the path that are like the one before them, and stay so as long as they are used together.
+        """
 
     def evicted(self, leaf: int, place: Place, run: bytearray, end: int, /) -> None:
         """The last blocks of `leaf`, or all, were evicted: `run`, which continues `place` and ended at serial `end`."""

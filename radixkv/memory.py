@@ -51,6 +51,14 @@ class Memory:
         self._lengths[upper] = part
         self._lengths[node] -= part
 
+    def merge(self, upper: int, node: int) -> None:
+        self._lengths[node] += self._lengths[upper]
+        self._marks[upper] = NEW
+        self._tails.pop(upper, None)
+
+    def num_behind(self, place: Place) -> int:
+        return self._ghosts.num_behind(place)
+
     def find(self, place: Place, key: bytes | bytearray, pos: int, end: int) -> list[tuple[int, int]]:
         return self._ghosts.chain(place, key, pos, end)
 

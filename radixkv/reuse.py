@@ -13,7 +13,7 @@ from math import ceil, inf
 from typing import Any
 
 from radixkv.evicted import Place
-from radixkv.hazards import NUM_BINS, NUM_CLASSES, ROW, Hazards, age_bin, class_of
+from radixkv.hazards import NUM_BINS, NUM_CLASSES, ROW, Hazards, age_bins, class_of
 from radixkv.lazy_heap import LazyHeap
 from radixkv.learner import Arrival
 from radixkv.memory import CLASS, CLASS_BITS, NEW, Memory
@@ -85,6 +85,9 @@ class Reuse(Memory):
     Costs and memory are in docs/policies.md.
     """
 
+    max_uses = 32
+    """More are not counted, as they make no other class: so what was used so often by the same requests stays alike."""
+
     def __init__(self, *, lru_blocks: int | None = None) -> None:
         """`lru_blocks`: what LRU is imagined to have; by default, what the cache has."""
         super().__init__()
@@ -151,8 +154,12 @@ class Reuse(Memory):
         super().attach(width, holds, blocks)
         self._ends = np.frombuffer(self._end_uses, np.int64)
         self._oldest_uses = self._ends[:NUM_CLASSES]
+        self._end_values = array("d", bytes(8 * len(self._end_uses)))  # their indices
+        self._values = np.frombuffer(self._end_values)
         last_edge = ceil(2 ** ((NUM_BINS - 1) / 2))
-        self._bins = np.array([NUM_BINS, *map(age_bin, range(last_edge))])  # of an age + 1; 0 stands for no leaf
+        self._bins = np.append(NUM_BINS, age_bins(np.arange(last_edge)))  # of an age + 1; 0 stands for no leaf
+        self._nows = np.empty(2 * NUM_CLASSES, np.int64)  # a number for each end: one for all takes longer
+        self._filled = NEW  # the time that they are of
         self._rows = np.arange(2 * NUM_CLASSES) % NUM_CLASSES * (NUM_BINS + 1)
         self._recent = [_Chunk(0, self._counts(), np.zeros((0, ROW), np.int64))]
         self._index: Any = None  # flat, by class and bin, and for no leaf; None before the first lesson
@@ -244,8 +251,6 @@ class Reuse(Memory):
 
     def start(self, node: int) -> None:
         if node == len(self._marks):
-            self._after.append(_NO_PLACE)
-            self._before.append(_NO_PLACE)
             self._seen.append(0)
         super().start(node)
         self._seen[node] = ~0
@@ -266,7 +271,7 @@ class Reuse(Memory):
             self._ghost_seen.append(0)
         self._ghost_seen[self._last_ghost] = max(0, self._seen[leaf])
 
-    def touch(self, path: list[int], num_known: int | None) -> None:
+    def touch(self, path: list[int], num_known: int | None) -> list[int]:
         self._follow, self._emptied = NO_NODE, NEW
         if num_known is not None:
             self._time = self._now = self._time + 1
@@ -288,11 +293,16 @@ class Reuse(Memory):
         if num_known is not None:
             num_new = max(0, total - num_known)
         time = self._time << CLASS_BITS
-        size = class_of(1, num_new)
+        size, max_uses = class_of(1, num_new), self.max_uses
+        alike = []  # for good
         for node in path:
             if num_known is not None:
-                uses[node] = num = uses[node] + 1
-                marks[node] = time | size + _CLASSES[num if num < 32 else 32]
+                num = uses[node]
+                if num < max_uses:
+                    uses[node] = num = num + 1
+                if num == max_uses:
+                    alike.append(node)
+                marks[node] = time | size + _CLASSES[num]
             else:  # nobody looked it up, so that is no use
                 marks[node] = time | (size if marks[node] == NEW else marks[node] & CLASS)
         depth = 0
@@ -302,6 +312,7 @@ class Reuse(Memory):
         self._forget_first()
         if self._time >= self._next_lesson or len(self._hazards.log) > ROW * _CHUNK or self._uncounted:
             self._learn()
+        return alike[1:]  # the beginning of the path, as uses never grow along it
 
     def forget(self, nodes: list[int], places: list[Place]) -> None:
         for node in nodes:
@@ -327,6 +338,9 @@ class Reuse(Memory):
         if mark == self._emptied:
             self._follow = leaf
         place, newest = leaf + NUM_CLASSES, self._before[kind]
+        while place >= len(self._after):
+            self._after.append(_NO_PLACE)
+            self._before.append(_NO_PLACE)
         self._after[newest] = self._before[kind] = place
         self._before[place], self._after[place] = newest, kind
         self._end_uses[NUM_CLASSES + kind] = used
@@ -360,11 +374,14 @@ class Reuse(Memory):
             self._find_oldest()
         oldest = int(self._oldest_uses.argmin())
         if self._index is not None and not self._guard.active:
-            places = self._bins.take(self._now + 1 - self._ends, mode="clip")
+            if self._filled != self._now:
+                self._filled = self._now
+                self._nows.fill(self._now + 1)
+            places = self._bins.take(self._nows - self._ends, None, None, "clip")
             places += self._rows
-            values = self._index.take(places)
-            lowest = int(values.argmin())
-            if values[lowest] < _MARGIN * values[oldest]:
+            self._index.take(places, None, self._values, "clip")
+            lowest = int(self._values.argmin())
+            if self._end_values[lowest] < _MARGIN * self._end_values[oldest]:
                 if lowest >= NUM_CLASSES:
                     return self._before[lowest - NUM_CLASSES] - NUM_CLASSES
                 return self._oldest[lowest]
@@ -460,4 +477,4 @@ class Reuse(Memory):
 
         self._hazards.relearn(self._lesson_length)
         if self._hazards.index is not None:
-            self._index = np.array([[*row, inf] for row in self._hazards.index]).ravel()
+            self._index = np.column_stack((self._hazards.index, np.full(NUM_CLASSES, inf))).ravel()

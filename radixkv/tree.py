@@ -168,8 +168,12 @@ class RadixTree:
             if root == NO_NODE:
                 return
             trail.append((root, ids[root], 0))
-        while len(trail) > 1 and (ids[trail[-1][0]] != trail[-1][1] or parents[trail[-1][0]] != trail[-2][0]):
-            trail.pop()  # subtle: only the last can be gone or split alone; what is before a node stays while it does
+        while len(trail) > 1:
+            node, node_id, _ = trail[-1]
+            above, above_id, _ = trail[-2]
+            if ids[node] == node_id and parents[node] == above and ids[above] == above_id:
+                break  # subtle: so the prefix is there, and the node begins where it did, whatever merged before that
+            trail.pop()
         node, node_id, pos = trail[-1]
         if len(trail) > 1:  # the match may end inside, and a leaf may have grown
             edge, start = self._edges[node], pos - trail[-2][2]
@@ -288,8 +292,10 @@ class RadixTree:
                 self._usage.touch(used, priority)
         if self.learner is not None:
             path = self.path_to(node)
-            self.learner.touch(path, num_known)
+            alike = self.learner.touch(path, num_known)
             self._waiting.use(path)
+            for used in alike:
+                self._merge(used, self.learner)
         self._let_go(node)
 
     def look(self, name: Name, path: list[int], part: int, key: bytes | bytearray, pos: int) -> int:
@@ -393,7 +399,8 @@ class RadixTree:
         done = 0
         for ghost, num in learner.find(self._place(node), edge, 0, len(edge)):
             run = edge[done * self.width : (done + num) * self.width]
-            node = self._append(node, run, blocks[done : done + num], learner.is_like(node, ghost))
+            in_place = learner.is_like(node, ghost) and learner.num_behind(self._place(node)) == 1
+            node = self._append(node, run, blocks[done : done + num], in_place)
             self._serials[node] = learner.revive(ghost, num, node, self._serials[node])
             done += num
         if done == len(blocks):
@@ -685,6 +692,23 @@ class RadixTree:
         if self.learner is not None:
             self.learner.split(node, upper, part)
         return upper
+
+    def _merge(self, node: int, learner: LearningPolicy) -> None:
+        """Take the parent of `node`, which is held, into it, if nothing else continues it, cached or evicted, and no
+        request ends there. O(blocks of `node`) amortised; it keeps its number, holds and children."""
+        upper = self._parents[node]
+        if len(self._children[upper]) > 1 or self._holds[upper] > 1 or learner.num_behind(self._serials[upper]):
+            return
+        edge, blocks = self._edges.pop(upper), self._blocks.pop(upper)
+        self._parents[node] = parent = self._parents[upper]
+        self._children[parent][bytes(edge[: self.width])] = node
+        del self._children[upper]
+        edge += self._edges[node]  # subtle: the upper one may be long, and is not copied
+        blocks += self._blocks[node]
+        self._edges[node], self._blocks[node] = edge, blocks
+        self._holds[upper] = 0
+        self._forget(upper)
+        learner.merge(upper, node)
 
     def _unlink(self, node: int) -> None:
         """Take a leaf from its parent and forget it."""

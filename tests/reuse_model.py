@@ -5,6 +5,7 @@ is an entry in a dict. Blocks that were always used together are a run, numbered
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 Prefix = tuple[int, ...]
 
@@ -21,11 +22,12 @@ class Block:
 
 
 class Model:
-    def __init__(self, num_blocks: int, remembered: int = 4096) -> None:
-        self.num_blocks, self.remembered = num_blocks, remembered
+    def __init__(self, num_blocks: int, remembered: int = 4096, max_uses: int = 32) -> None:
+        self.num_blocks, self.remembered, self.max_uses = num_blocks, remembered, max_uses
         self.blocks: dict[Prefix, Block] = {}  # cached or remembered
         self.evicted: list[int] = []  # runs that are not cached, those that went first first
         self.leaf_since: dict[int, int] = {}  # run -> when it became a leaf
+        self.tails: dict[int, int] = {}  # run -> that of its end which was evicted before
         self.hits = self.lru_hits = self.time = self.num_runs = self.tick = 0
         self.recency: dict[Prefix, int] = {}  # of an LRU cache beside it
         # by class and bin: blocks used at an age, blocks that passed it
@@ -62,10 +64,9 @@ class Model:
             above = self.blocks.get(prefix[:-1])
             if block.run in self.evicted:
                 self.evicted.remove(block.run)
-                if above and self.like(above, block) and not self.cached_children(prefix[:-1]):
-                    old = block.run
-                    for other in self.of_run(old):
-                        self.blocks[other].run = above.run
+            if above and self.like(above, block) and self.children(prefix[:-1]) == [prefix]:
+                for other in self.of_run(block.run):
+                    self.blocks[other].run = above.run
             block.cached = True
         if len(known) < len(path):
             self.num_runs += 1
@@ -74,12 +75,13 @@ class Model:
         size = min(5, (len(path) - len(known)).bit_length() // 2)
         for prefix in prefixes:
             block = self.blocks[prefix]
-            block.uses += 1
+            block.uses = min(block.uses + 1, self.max_uses)
             block.last, block.kind = self.time, (use_bucket(block.uses), size)
-        if path and not self.cached_children(path):
-            self.become_leaf(self.blocks[path].run)
         self.forget()
         self.learn()
+        self.merge(prefixes)
+        if path and not self.cached_children(path):
+            self.become_leaf(self.blocks[path].run)
         return hit
 
     def serve_lru(self, prefixes: list[Prefix]) -> None:
@@ -101,8 +103,11 @@ class Model:
     def of_run(self, run: int) -> list[Prefix]:
         return sorted((prefix for prefix, block in self.blocks.items() if block.run == run), key=len)
 
+    def children(self, prefix: Prefix) -> list[Prefix]:
+        return [p for p in self.blocks if p[:-1] == prefix]
+
     def cached_children(self, prefix: Prefix) -> bool:
-        return any(p[:-1] == prefix for p in self.cached())
+        return any(self.blocks[p].cached for p in self.children(prefix))
 
     def cut_at(self, known: list[Prefix]) -> None:
         """The request takes a part of a run only: the rest is one of its own."""
@@ -117,8 +122,19 @@ class Model:
             self.blocks[prefix].run = self.num_runs
         if run in self.evicted:
             self.evicted[self.evicted.index(run)] = self.num_runs
-        if run in self.leaf_since:
-            self.leaf_since[self.num_runs] = self.leaf_since.pop(run)
+            self.tails = {above: self.num_runs if tail == run else tail for above, tail in self.tails.items()}
+        for facts in (self.leaf_since, self.tails):
+            if run in facts:
+                facts[self.num_runs] = facts.pop(run)
+
+    def merge(self, prefixes: list[Prefix]) -> None:
+        """What was used as often as is counted, by the same requests, is one run, if nothing else goes on inside."""
+        for above, prefix in pairwise(prefixes):
+            old, run = self.blocks[above].run, self.blocks[prefix].run
+            if old != run and self.blocks[prefix].uses == self.max_uses and self.children(above) == [prefix]:
+                for other in self.of_run(old):
+                    self.blocks[other].run = run
+                self.tails.pop(old, None)
 
     def become_leaf(self, run: int) -> None:
         self.tick += 1
@@ -144,20 +160,21 @@ class Model:
                     follow = above.run
 
     def go(self, blocks: list[Prefix], gone: list[Prefix]) -> None:
-        """The end of a run is evicted, and one with its evicted tail if that was used like it."""
+        """The end of a run is evicted, and one with its tail that was evicted before if that was used like it."""
         first = self.blocks[gone[0]]
-        tails = [p for p in self.blocks if p[:-1] == blocks[-1] and self.blocks[p].run in self.evicted]
-        alike = [self.blocks[p] for p in tails if self.like(self.blocks[p], first)]
-        assert len(alike) <= 1
+        tails = [self.blocks[p] for p in self.children(blocks[-1]) if not self.blocks[p].cached]
+        run = old = first.run
+        alike = any(block.run == self.tails.get(old) and self.like(block, first) for block in tails)
         if alike:
-            run = alike[0].run
+            run = self.tails[old]
         elif len(gone) < len(blocks):
             self.num_runs += 1
             run = self.num_runs
-        else:
-            run = first.run
         if not alike:
             self.evicted.append(run)
+        self.tails.pop(old, None)
+        if len(gone) < len(blocks):
+            self.tails[old] = run
         for prefix in gone:
             self.blocks[prefix].cached = False
             self.blocks[prefix].run = run

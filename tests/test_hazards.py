@@ -5,9 +5,13 @@ import random
 import numpy as np
 import pytest
 
-from radixkv.hazards import NUM_BINS, NUM_CLASSES, ROW, Hazards, age_bin, class_of, gittins_index, unused_share
+from radixkv.hazards import NUM_BINS, NUM_CLASSES, ROW, Hazards, age_bins, class_of, gittins_index, unused_share
 
 EDGES = [2 ** (b / 2) - 1 for b in range(NUM_BINS + 1)]
+
+
+def age_bin(age: int) -> int:
+    return int(age_bins(np.array([age]))[0])
 
 
 def test_bins_are_half_octaves() -> None:
@@ -34,17 +38,17 @@ def test_the_share_that_is_left_is_near_that_of_the_exponential() -> None:
 
 def test_the_index_is_the_best_ratio_of_uses_to_time_over_all_ends() -> None:
     rng = random.Random(0)
-    for _ in range(50):
-        unused = [rng.random() ** rng.choice([0.01, 1, 10]) for _ in range(12)]
-        stays = [rng.uniform(0.1, 50) for _ in unused]
-        index = gittins_index(unused, stays)
+    unused = np.array([[rng.random() ** rng.choice([0.01, 1, 10]) for _ in range(12)] for _ in range(50)])
+    stays = np.array([[rng.uniform(0.1, 50) for _ in range(12)] for _ in range(50)])
+    index = gittins_index(unused, stays)
+    for kind in range(50):
         for start in range(12):
             left, cost, best = 1.0, 0.0, 0.0
             for b in range(start, 12):
-                cost += left * stays[b]
-                left *= unused[b]
+                cost += left * stays[kind, b]
+                left *= unused[kind, b]
                 best = max(best, (1 - left) / cost)
-            assert index[start] == pytest.approx(best)
+            assert index[kind, start] == pytest.approx(best)
 
 
 def test_what_comes_back_at_one_age_is_worth_more_the_nearer_it_is_and_little_after() -> None:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_state_machine import MergesAtOnce
 
 from radixkv import OutOfBlocksError, PrefixCache, Request
 from radixkv.policy import POLICIES
@@ -139,12 +140,28 @@ def test_a_recorded_cache_records_the_whole_prompt_of_a_lookup_in_its_namespace(
     assert (row.hit_tokens, row.prompt_tokens) == (2, 9)
 
 
+def test_a_lookup_matches_on_where_a_node_was_merged_and_another_has_its_number() -> None:
+    cache = PrefixCache(8, block_size=1, policy=MergesAtOnce())
+    cached(cache, [1, 2, 3, 4, 6])
+    cache.touch([1, 2, 3, 4])
+    cache.touch([1, 2])
+    lookup = cache.lookup([1, 2, 3, 4, 5])
+    assert cache.match(lookup) == 4
+    cached(cache, [1, 2, 3, 4, 5])
+    assert cache._tree.num_nodes == 3  # 1 2 3 4 is one again
+    cache.touch([1])
+    assert cache._tree.num_nodes == 4
+    assert cache.match(lookup) == 5
+    cache.check()
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_lookups_match_as_their_tokens_do_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(8):
         size = rng.choice([1, 2, 3])
-        cache = PrefixCache(rng.randrange(8, 40), size, policy=rng.choice([*POLICIES]))
+        policy = rng.choice([*POLICIES, MergesAtOnce])
+        cache = PrefixCache(rng.randrange(8, 40), size, policy=policy if isinstance(policy, str) else policy())
         lookups: list[tuple[object, list[int], str | None]] = []
         running = []
         for _ in range(60):

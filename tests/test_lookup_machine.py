@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
-from test_state_machine import MostRecentFirst, RadixKVMachine
+from test_state_machine import MergesAtOnce, MostRecentFirst, RadixKVMachine
 
 from radixkv import OutOfBlocksError, PrefixCache, Request
 from radixkv.cache import Lookup
@@ -151,7 +151,7 @@ class LookupMachine(RadixKVMachine):
 
 
 @pytest.mark.parametrize("swap", [True, False], ids=["swap", "append-only"])
-@pytest.mark.parametrize("policy", ["lru", "lfu", "reuse", "arc", MostRecentFirst])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "reuse", "arc", MostRecentFirst, MergesAtOnce])
 def test_lookups_touches_and_decode_steps_behave_like_the_model(policy: Any, swap: bool) -> None:
     class Machine(LookupMachine):
         eviction = "lru" if policy == "lru" else "as needed"

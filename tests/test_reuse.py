@@ -41,17 +41,21 @@ def serve(cache: PrefixCache, path: tuple[int, ...]) -> int:
     return request.num_cached_tokens
 
 
-@pytest.mark.parametrize("remembered", [4096, 40])
+@pytest.mark.parametrize(("remembered", "max_uses"), [(4096, 32), (40, 32), (4096, 2), (40, 3)])
 @pytest.mark.parametrize("num_blocks", [5, 20, 60, 150])
 @pytest.mark.parametrize("seed", range(3))
-def test_it_does_what_the_model_does(seed: int, num_blocks: int, remembered: int, monkeypatch: Any) -> None:
+def test_it_does_what_the_model_does(
+    seed: int, num_blocks: int, remembered: int, max_uses: int, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(reuse, "_MIN_REMEMBERED", remembered)
-    model = Model(num_blocks, remembered)
+    monkeypatch.setattr(Reuse, "max_uses", max_uses)
+    model = Model(num_blocks, remembered, max_uses)
     cache = PrefixCache(num_blocks, 1, policy="reuse")
     for number, path in enumerate(paths(seed, 300)):
         assert serve(cache, path) == model.serve(path), number
         for prefix in model.blocks:
             assert (cache.match(list(prefix)) == len(prefix)) == model.blocks[prefix].cached, (number, prefix)
+        assert cache._tree.num_nodes == len({block.run for block in model.blocks.values() if block.cached}), number
         assert policy_of(cache).stats.lru_hit_blocks == model.lru_hits, number
     cache.check()
 

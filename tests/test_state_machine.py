@@ -13,6 +13,7 @@ from naive_cache import QueueManager
 
 from radixkv import OutOfBlocksError, PrefixCache
 from radixkv.policy import POLICIES
+from radixkv.reuse import Reuse
 from radixkv.testing import TOKEN_FORMS, PrefixCacheMachine, overwrite, prompts
 
 PAGE = Path(__file__).parents[1] / "docs" / "testing.md"
@@ -42,6 +43,12 @@ class MostRecentFirst:
         return self.leaves[-1]
 
 
+class MergesAtOnce(Reuse):
+    """Whatever was used by the same request becomes one node, not only what was used 32 times."""
+
+    max_uses = 1
+
+
 class RadixKVMachine(PrefixCacheMachine):
     """All that radixkv promises."""
 
@@ -56,7 +63,7 @@ class RadixKVMachine(PrefixCacheMachine):
 
 
 @pytest.mark.parametrize("swap", [True, False], ids=["swap", "append-only"])
-@pytest.mark.parametrize("policy", [*POLICIES, MostRecentFirst])
+@pytest.mark.parametrize("policy", [*POLICIES, MostRecentFirst, MergesAtOnce])
 def test_radixkv_behaves_like_the_model(policy: Any, swap: bool) -> None:
     class Machine(RadixKVMachine):
         eviction = "lru" if policy == "lru" else "as needed"
