@@ -98,6 +98,8 @@ class Reuse(Memory):
         # When nodes and ghosts were used or looked at last, if LRU would have had them, by the shadow's clock; ~ that
         # while they are in use, and not LRU's to keep:
         self._seen, self._ghost_seen = array("q"), array("q")
+        # How many nodes a block there were before some became one, so that the average use stays as large:
+        self._density, self._ghost_density = array("d"), array("d")
         self._now = 0  # the number of the request that evicts: the next to end, or the one that ended
         self._lookups = self._asked_blocks = self._hit_blocks = self._lru_hit_blocks = 0
         # Leaves, a ring for each class in the order in which they were added: place k is where the ring of class k
@@ -186,7 +188,7 @@ class Reuse(Memory):
                 all_seen[node] = ~seen
             start -= length
             num += length
-            num_nodes += 1
+            num_nodes += round(self._density[node] * length) or 1
         num_lru += self._use(mark, seen, start, num, num_nodes) + start
         if start:
             self._hazards.log.extend((0, 0, 0, start, -1, self._now))
@@ -194,7 +196,8 @@ class Reuse(Memory):
         for ghost, length in () if part else self._ghosts.chain(place, key, pos, end):
             seen, asked = self._ghost_seen[ghost], self._ghost_asked[ghost]
             if asked < length:
-                self._log(self._ghost_marks[ghost], length - asked, 1)
+                num_nodes = round(self._ghost_density[ghost] * (length - asked)) or 1
+                self._log(self._ghost_marks[ghost], length - asked, num_nodes)
                 self._ghost_asked[ghost] = length
             num_lru += shadow.hits(seen, depth, length)
             depth += length
@@ -252,16 +255,25 @@ class Reuse(Memory):
     def start(self, node: int) -> None:
         if node == len(self._marks):
             self._seen.append(0)
+            self._density.append(0)
         super().start(node)
         self._seen[node] = ~0
 
     def split(self, node: int, upper: int, part: int) -> None:
         super().split(node, upper, part)
+        self._density[upper] = self._density[node]
         self._seen[upper] = seen = self._seen[node]
         if seen < 0 and not self._holds[node]:  # only the upper half is in use
             self._seen[node] = ~seen
 
+    def merge(self, upper: int, node: int) -> None:
+        density, lengths = self._density, self._lengths
+        num_nodes = density[upper] * lengths[upper] + density[node] * lengths[node]
+        super().merge(upper, node)
+        density[node] = num_nodes / lengths[node]
+
     def revive(self, ghost: int, num: int, node: int, serial: int) -> int:
+        self._density[node] = self._ghost_density[ghost]
         self._shadow.forget(self._ghost_seen[ghost], num)
         return super().revive(ghost, num, node, serial)
 
@@ -269,6 +281,8 @@ class Reuse(Memory):
         super().evicted(leaf, place, run, end)
         if self._last_ghost == len(self._ghost_seen):
             self._ghost_seen.append(0)
+            self._ghost_density.append(0)
+        self._ghost_density[self._last_ghost] = self._density[leaf]
         self._ghost_seen[self._last_ghost] = max(0, self._seen[leaf])
 
     def touch(self, path: list[int], num_known: int | None) -> list[int]:
@@ -281,6 +295,7 @@ class Reuse(Memory):
         for node in reversed(path):
             if marks[node] == NEW:
                 lengths[node] = length = len(self._blocks[node]) // BLOCK_BYTES
+                self._density[node] = 1 / length
                 num_new += length
             else:
                 length = lengths[node]

@@ -19,6 +19,7 @@ class Block:
     kind: tuple[int, int] = (0, 0)
     uses: int = 0
     cached: bool = True
+    density: float = 0.0  # runs a block, before some became one
 
 
 class Model:
@@ -71,7 +72,7 @@ class Model:
         if len(known) < len(path):
             self.num_runs += 1
             for prefix in prefixes[len(known) :]:
-                self.blocks[prefix] = Block(self.num_runs)
+                self.blocks[prefix] = Block(self.num_runs, density=1 / (len(path) - len(known)))
         size = min(5, (len(path) - len(known)).bit_length() // 2)
         for prefix in prefixes:
             block = self.blocks[prefix]
@@ -132,8 +133,10 @@ class Model:
         for above, prefix in pairwise(prefixes):
             old, run = self.blocks[above].run, self.blocks[prefix].run
             if old != run and self.blocks[prefix].uses == self.max_uses and self.children(above) == [prefix]:
-                for other in self.of_run(old):
-                    self.blocks[other].run = run
+                runs = self.of_run(old), self.of_run(run)
+                density = sum(len(each) * self.blocks[each[0]].density for each in runs) / sum(map(len, runs))
+                for other in [*runs[0], *runs[1]]:
+                    self.blocks[other].run, self.blocks[other].density = run, density
                 self.tails.pop(old, None)
 
     def become_leaf(self, run: int) -> None:
@@ -227,7 +230,7 @@ class Model:
         block = self.blocks[blocks[0]]
         self.used[block.kind][age_bin(self.time - block.last)] += len(blocks)
         self.num_used_blocks += len(blocks)
-        self.num_used_runs += 1
+        self.num_used_runs += round(block.density * len(blocks)) or 1
 
     def learn(self) -> None:
         if self.time < self.next_lesson:
