@@ -23,11 +23,15 @@ class Memory:
         self._marks = array("q")
         self._uses = array("q")
         self._lengths = array("q")  # blocks, of nodes that are not new
+        self._density = array("d")  # nodes a block that there were before some became one
+        # When it was used or looked at last, if LRU would have had it, by LRU's clock; ~ that while it is in use:
+        self._seen = array("q")
         self._tails: dict[int, int] = {}  # node -> the ghost of its evicted tail
         self._last_ghost = NO_GHOST  # what was evicted last
         self._emptied = NEW  # the mark of the leaf that it was all of, NEW if some is left
         # Of ghosts, the same; of their first `asked` blocks it is known that they are used again:
         self._ghost_marks, self._ghost_uses, self._ghost_asked = array("q"), array("q"), array("i")
+        self._ghost_density, self._ghost_seen = array("d"), array("q")
 
     def attach(self, width: int, holds: "array[int]", blocks: dict[int, bytearray]) -> None:
         self._width, self._holds, self._blocks = width, holds, blocks
@@ -35,10 +39,11 @@ class Memory:
 
     def start(self, node: int) -> None:
         if node == len(self._marks):
-            for column in (self._marks, self._uses, self._lengths):
+            for column in (self._marks, self._uses, self._lengths, self._density, self._seen):
                 column.append(0)
         self._marks[node] = NEW
         self._uses[node] = self._lengths[node] = 0
+        self._seen[node] = ~0
 
     def is_new(self, node: int) -> bool:
         return self._marks[node] == NEW
@@ -50,9 +55,15 @@ class Memory:
         self._marks[upper], self._uses[upper] = self._marks[node], self._uses[node]
         self._lengths[upper] = part
         self._lengths[node] -= part
+        self._density[upper] = self._density[node]
+        self._seen[upper] = seen = self._seen[node]
+        if seen < 0 and not self._holds[node]:  # only the upper half is in use
+            self._seen[node] = ~seen
 
     def merge(self, upper: int, node: int) -> None:
+        num_nodes = self._density[upper] * self._lengths[upper] + self._density[node] * self._lengths[node]
         self._lengths[node] += self._lengths[upper]
+        self._density[node] = num_nodes / self._lengths[node]
         self._marks[upper] = NEW
         self._tails.pop(upper, None)
 
@@ -65,6 +76,7 @@ class Memory:
     def revive(self, ghost: int, num: int, node: int, serial: int) -> int:
         self._marks[node], self._uses[node] = self._ghost_marks[ghost], self._ghost_uses[ghost]
         self._lengths[node] += num
+        self._density[node] = self._ghost_density[ghost]
         if num < self._ghosts.lengths[ghost]:
             self._ghosts.cut(ghost, num, serial)
             self._ghost_asked[ghost] = max(0, self._ghost_asked[ghost] - num)
@@ -87,9 +99,12 @@ class Memory:
         else:
             ghost = ghosts.add(place, run, end)
             if ghost == len(self._ghost_marks):
-                for column in (self._ghost_marks, self._ghost_uses, self._ghost_asked):
+                for column in (self._ghost_marks, self._ghost_uses, self._ghost_density, self._ghost_seen):
                     column.append(0)
+                self._ghost_asked.append(0)
             self._ghost_marks[ghost], self._ghost_uses[ghost], self._ghost_asked[ghost] = mark, uses, 0
+            self._ghost_density[ghost] = self._density[leaf]
+        self._ghost_seen[ghost] = max(0, self._seen[leaf])
         num = len(run) // self._width
         if num < self._lengths[leaf]:
             self._lengths[leaf] -= num

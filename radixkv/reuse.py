@@ -95,11 +95,6 @@ class Reuse(Memory):
         self._hazards = Hazards()
         self._shadow = ShadowLRU()
         self._guard = Guard()
-        # When nodes and ghosts were used or looked at last, if LRU would have had them, by the shadow's clock; ~ that
-        # while they are in use, and not LRU's to keep:
-        self._seen, self._ghost_seen = array("q"), array("q")
-        # How many nodes a block there were before some became one, so that the average use stays as large:
-        self._density, self._ghost_density = array("d"), array("d")
         self._now = 0  # the number of the request that evicts: the next to end, or the one that ended
         self._lookups = self._asked_blocks = self._hit_blocks = self._lru_hit_blocks = 0
         # Leaves, a ring for each class in the order in which they were added: place k is where the ring of class k
@@ -252,46 +247,18 @@ class Reuse(Memory):
             for column, number in looked:
                 column[number] = tick
 
-    def start(self, node: int) -> None:
-        if node == len(self._marks):
-            self._seen.append(0)
-            self._density.append(0)
-        super().start(node)
-        self._seen[node] = ~0
-
-    def split(self, node: int, upper: int, part: int) -> None:
-        super().split(node, upper, part)
-        self._density[upper] = self._density[node]
-        self._seen[upper] = seen = self._seen[node]
-        if seen < 0 and not self._holds[node]:  # only the upper half is in use
-            self._seen[node] = ~seen
-
-    def merge(self, upper: int, node: int) -> None:
-        density, lengths = self._density, self._lengths
-        num_nodes = density[upper] * lengths[upper] + density[node] * lengths[node]
-        super().merge(upper, node)
-        density[node] = num_nodes / lengths[node]
-
     def revive(self, ghost: int, num: int, node: int, serial: int) -> int:
-        self._density[node] = self._ghost_density[ghost]
         self._shadow.forget(self._ghost_seen[ghost], num)
         return super().revive(ghost, num, node, serial)
-
-    def evicted(self, leaf: int, place: Place, run: bytearray, end: int) -> None:
-        super().evicted(leaf, place, run, end)
-        if self._last_ghost == len(self._ghost_seen):
-            self._ghost_seen.append(0)
-            self._ghost_density.append(0)
-        self._ghost_density[self._last_ghost] = self._density[leaf]
-        self._ghost_seen[self._last_ghost] = max(0, self._seen[leaf])
 
     def touch(self, path: list[int], num_known: int | None) -> list[int]:
         self._follow, self._emptied = NO_NODE, NEW
         if num_known is not None:
             self._time = self._now = self._time + 1
         marks, uses, lengths, seen, shadow = self._marks, self._uses, self._lengths, self._seen, self._shadow
+        holds = self._holds
         num_new = num_idle = total = 0
-        idle = True  # from now on, as all behind it
+        first_idle = len(path)  # in use by others too before that
         for node in reversed(path):
             if marks[node] == NEW:
                 lengths[node] = length = len(self._blocks[node]) // BLOCK_BYTES
@@ -299,11 +266,12 @@ class Reuse(Memory):
                 num_new += length
             else:
                 length = lengths[node]
-                shadow.forget(seen[node], length)
-            total += length
-            idle = idle and self._holds[node] == 1
-            if idle:
+                if seen[node] >= 0:
+                    shadow.forget(seen[node], length)
+            if num_idle == total and holds[node] == 1:
+                first_idle -= 1
                 num_idle += length
+            total += length
         self._last_tick = tick = shadow.use(num_idle, total)
         if num_known is not None:
             num_new = max(0, total - num_known)
@@ -320,10 +288,10 @@ class Reuse(Memory):
                 marks[node] = time | size + _CLASSES[num]
             else:  # nobody looked it up, so that is no use
                 marks[node] = time | (size if marks[node] == NEW else marks[node] & CLASS)
-        depth = 0
-        for node in path:
-            seen[node] = tick if depth >= total - num_idle else ~tick
-            depth += lengths[node]
+        for node in path[first_idle:]:
+            seen[node] = tick
+        for node in path[:first_idle]:
+            seen[node] = ~tick
         self._forget_first()
         if self._time >= self._next_lesson or len(self._hazards.log) > ROW * _CHUNK or self._uncounted:
             self._learn()

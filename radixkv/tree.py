@@ -100,8 +100,7 @@ class RadixTree:
             self._usage = Usage()
             policy.bind(self._usage)
         self.learner = cast(LearningPolicy, policy) if hasattr(policy, "attach") else None
-        if self.learner is not None:
-            self._policy = self._waiting = Waiting(self.learner)
+        self._waiting: Waiting | None = None  # stands between where somebody waited once
         self._roots: dict[Name, int] = {}
         self._names: dict[int, Name] = {}  # of roots; a root without a name is detached
         self._edges: dict[int, bytearray] = {}
@@ -293,7 +292,8 @@ class RadixTree:
         if self.learner is not None:
             path = self.path_to(node)
             alike = self.learner.touch(path, num_known)
-            self._waiting.use(path)
+            if self._waiting is not None:
+                self._waiting.use(path)
             for used in alike:
                 self._merge(used, self.learner)
         self._let_go(node)
@@ -320,7 +320,7 @@ class RadixTree:
         if key[pos : pos + self.width] in family:
             return False
         if node != NO_NODE:
-            if not (self.ends(node, serial) and self._waiting.is_waited_for(node)):
+            if self._waiting is None or not self.ends(node, serial) or not self._waiting.is_waited_for(node):
                 return False
             self._waiting.look(node)
         return True
@@ -331,6 +331,8 @@ class RadixTree:
         For a policy that learns, what it learns is the time between uses; see `radixkv.waiting`.
         """
         if self.learner is not None and self._parents[node] != NO_NODE:
+            if self._waiting is None:
+                self._policy = self._waiting = Waiting(self.learner)
             self._waiting.look(node)
         if self._usage is not None:
             for seen in reversed(self.path_to(node)):
@@ -395,7 +397,8 @@ class RadixTree:
         learner = self.learner
         if learner is None:
             return self._append(node, edge, blocks, True)
-        self._waiting.cached(len(blocks), self.num_blocks)
+        if self._waiting is not None:
+            self._waiting.cached(len(blocks), self.num_blocks)
         done = 0
         for ghost, num in learner.find(self._place(node), edge, 0, len(edge)):
             run = edge[done * self.width : (done + num) * self.width]
@@ -727,7 +730,7 @@ class RadixTree:
 
     def _forget(self, node: int) -> None:
         self._parents[node] = _UNUSED
-        if self.learner is not None:
+        if self._waiting is not None:
             self._waiting.forget(node)
         self._unused.append(node)
 

@@ -16,7 +16,7 @@ class Waiting:
 
     def __init__(self, policy: LearningPolicy) -> None:
         self._policy = policy
-        self._num_offered = 0  # leaves that the policy has
+        self._num_offered = len(policy.nodes())  # leaves that the policy has
         self._withheld: set[int] = set()  # leaves that it has not
         # nodes, leaves or not, by the first look, and how many blocks had been cached at the last look
         self._looks: dict[int, int] = {}
