@@ -190,11 +190,11 @@ class Reuse(Memory):
         num_hit = depth
         for ghost, length in () if part else self._ghosts.chain(place, key, pos, end):
             seen, asked = self._ghost_seen[ghost], self._ghost_asked[ghost]
-            if asked < length:
-                num_nodes = round(self._ghost_density[ghost] * (length - asked)) or 1
-                self._log(self._ghost_marks[ghost], length - asked, num_nodes)
-                self._ghost_asked[ghost] = length
             num_lru += shadow.hits(seen, depth, length)
+            if asked < length:
+                num = length - asked
+                self._use(self._ghost_marks[ghost], NEW, depth, num, round(self._ghost_density[ghost] * num) or 1)
+                self._ghost_asked[ghost] = length
             depth += length
         if not resumed:
             self._lookups += 1
@@ -208,15 +208,10 @@ class Reuse(Memory):
         """`num` blocks from block `start` of a path on are used again. Returns how many of them LRU would have."""
         if not num:
             return 0
-        self._log(mark, num, num_nodes)
-        num_hit = self._shadow.hits(seen, start, num)
-        self._shadow.forget(seen, num)
-        return num_hit
-
-    def _log(self, mark: int, num: int, num_nodes: int) -> None:
         used, lesson = mark >> CLASS_BITS, self._lesson
         counted = lesson - used if used < lesson else 0
         self._hazards.log.extend((mark & CLASS, counted, self._now - used, num, num_nodes, self._now))
+        return self._shadow.take(seen, start, num)
 
     def look(self, path: list[int], place: Place, key: bytes | bytearray, pos: int, end: int) -> None:
         shadow, seen = self._shadow, self._seen
@@ -288,7 +283,6 @@ class Reuse(Memory):
                 marks[node] = time | size + _CLASSES[num]
             else:  # nobody looked it up, so that is no use
                 marks[node] = time | (size if marks[node] == NEW else marks[node] & CLASS)
-        for node in path[first_idle:]:
             seen[node] = tick
         for node in path[:first_idle]:
             seen[node] = ~tick

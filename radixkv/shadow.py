@@ -31,6 +31,12 @@ class ShadowLRU:
             return num
         return min(num, max(0, self._end - start)) if use == self._edge else 0
 
+    def take(self, use: int, start: int, num: int) -> int:
+        """The same, and they are forgotten."""
+        num_hit = self.hits(use, start, num)
+        self.forget(use, num)
+        return num_hit
+
     def forget(self, use: int, num: int) -> None:
         """`num` blocks last used at tick `use` are gone, or in use."""
         if use >= self._edge and use in self._num_last:
