@@ -87,11 +87,12 @@ class Memory:
 
     def evicted(self, leaf: int, place: Place, run: bytearray, end: int) -> None:
         ghosts, mark, uses = self._ghosts, self._marks[leaf], self._uses[leaf]
-        ghost = self._tails.get(leaf, NO_GHOST)
+        ghost, seen = self._tails.get(leaf, NO_GHOST), max(0, self._seen[leaf])
         if (
             ghost != NO_GHOST
             and self._ghost_marks[ghost] == mark
             and self._ghost_uses[ghost] == uses
+            and self._ghost_seen[ghost] == seen
             and not self._ghost_asked[ghost]
             and ghosts.continues(ghost, end)  # else it is another one by now
         ):
@@ -104,7 +105,7 @@ class Memory:
                 self._ghost_asked.append(0)
             self._ghost_marks[ghost], self._ghost_uses[ghost], self._ghost_asked[ghost] = mark, uses, 0
             self._ghost_density[ghost] = self._density[leaf]
-        self._ghost_seen[ghost] = max(0, self._seen[leaf])
+        self._ghost_seen[ghost] = seen
         num = len(run) // self._width
         if num < self._lengths[leaf]:
             self._lengths[leaf] -= num

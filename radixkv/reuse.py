@@ -243,6 +243,10 @@ class Reuse(Memory):
                 column[number] = tick
 
     def revive(self, ghost: int, num: int, node: int, serial: int) -> int:
+        seen = self._seen[node]
+        if seen >= 0:  # found when something was committed, not when a request began
+            self._shadow.forget(seen, self._lengths[node])
+            self._seen[node] = ~seen
         self._shadow.forget(self._ghost_seen[ghost], num)
         return super().revive(ghost, num, node, serial)
 

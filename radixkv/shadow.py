@@ -49,7 +49,8 @@ class ShadowLRU:
     def use(self, num: int, length: int) -> int:
         """The last `num` blocks of a path of `length` were used, after they were forgotten; returns the tick."""
         self._tick += 1
-        self._num_last[self._tick], self._lengths[self._tick] = num, length
+        if num:  # else every prompt of less than a block would leave something behind
+            self._num_last[self._tick], self._lengths[self._tick] = num, length
         self._num_after += num
         while self._num_after > self.room and self._edge < self._tick:
             self._num_last.pop(self._edge, None)

@@ -1,11 +1,12 @@
 """Prompts that wait: every order of eviction keeps them, and none takes a look for a use."""
 
 import random
-from collections import deque
+from collections import Counter, deque
 
 import pytest
 
-from radixkv import PrefixCache
+from radixkv import OutOfBlocksError, PrefixCache, Request
+from radixkv.memory import NEW
 from radixkv.policy import POLICIES
 from radixkv.reuse import Reuse
 
@@ -157,3 +158,71 @@ def test_what_lru_would_have_hit_counts_what_waits_too() -> None:
         caches[0].check()
     for real, estimate in shares:
         assert abs(real - estimate) < 0.01
+
+
+def check_shadow(policy: Reuse) -> None:
+    """What is counted by tick is what nodes and evicted runs say, and of what is gone nothing is left."""
+    counted: Counter[int] = Counter()
+    for node, (mark, seen) in enumerate(zip(policy._marks, policy._seen, strict=True)):
+        if mark != NEW and seen >= 0:
+            counted[seen] += policy._lengths[node]
+    for ghost, num in enumerate(policy._ghosts.lengths):
+        if num:
+            counted[policy._ghost_seen[ghost]] += num
+    shadow = policy._shadow
+    after = {tick: num for tick, num in counted.items() if tick > shadow._edge}
+    assert after == {tick: num for tick, num in shadow._num_last.items() if tick > shadow._edge}
+    assert shadow._num_after == sum(after.values())
+    assert shadow._lengths.keys() == shadow._num_last.keys()
+
+
+@pytest.mark.parametrize("max_uses", [1, 3, 32])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_lru_is_imagined_to_have_is_counted_exactly(seed: int, max_uses: int) -> None:
+    class Merging(Reuse):
+        pass
+
+    Merging.max_uses = max_uses
+    policy = Merging()
+    cache = PrefixCache(24, 1, policy=policy)
+    rng = random.Random(seed)
+    running: list[Request] = []
+    for _ in range(1500):
+        prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 9))]
+        call = rng.choice(
+            ["allocate", "allocate", "commit", "touch", "free", "free", "fork", "append", "evict", "clear"]
+        )
+        namespace = rng.choice([None, "a"])
+        try:
+            if call == "allocate":
+                running.append(cache.allocate(prompt, namespace=namespace, resumed=rng.random() < 0.1))
+            elif call == "touch":
+                cache.touch(prompt, namespace=namespace)
+            elif call == "evict":
+                cache.evict(rng.randrange(6))
+            elif call == "clear":
+                if rng.random() < 0.05:
+                    cache.clear("a")
+            elif running:
+                request = rng.choice(running)
+                if call == "free":
+                    running.remove(request)
+                    cache.free(request)
+                elif call == "fork":
+                    running.append(cache.fork(request)[0])
+                elif call == "append":
+                    cache.append(request, rng.randrange(2))
+                else:
+                    cache.commit(request, rng.randrange(request.num_tokens + 1))
+        except OutOfBlocksError:
+            cache.free(running.pop())
+        cache.check()
+        check_shadow(policy)
+
+
+def test_requests_of_less_than_a_block_leave_nothing_behind() -> None:
+    cache = PrefixCache(8, 16, policy="reuse")
+    for token in range(100):
+        serve(cache, [token])
+    assert isinstance(cache.policy, Reuse)
+    assert len(cache.policy._shadow._num_last) <= 1
