@@ -473,6 +473,27 @@ def test_the_youngest_is_preempted_and_finds_its_blocks_again() -> None:
         check_idle(engine)
 
 
+@pytest.mark.parametrize("policy", ["lru", "reuse", "arc"])
+def test_of_those_that_came_together_the_first_ones_prefix_is_kept(policy: str) -> None:
+    rng = random.Random(29)
+    prompts = [tokens(rng, 16) for _ in range(3)]
+    with start(num_blocks=40, max_running=2, policy=policy) as engine:
+        engine.generate(prompts, Sampling(max_new_tokens=1))
+        running = [engine.submit(tokens(rng, 9), Sampling(max_new_tokens=9)) for _ in range(2)]
+        waiting = [engine.submit((*prompt, 5), Sampling(max_new_tokens=1)) for prompt in prompts]
+        for _ in range(3):
+            engine.step()
+        assert engine.num_waiting == 3
+        kept = []
+        for _ in prompts:
+            engine.cache.evict(4)
+            kept.append([engine.cache.match(prompt) for prompt in prompts])
+        assert kept == [[16, 16, 0], [16, 0, 0], [0, 0, 0]]
+        for request in (*running, *waiting):
+            engine.wait(request)
+        check_idle(engine)
+
+
 def test_what_the_next_in_the_queue_will_find_is_evicted_last() -> None:
     rng = random.Random(26)
     known, other, big = tokens(rng, 16), tokens(rng, 16), tokens(rng, 30)

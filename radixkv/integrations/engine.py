@@ -106,6 +106,7 @@ class Engine:
         self._waiting: list[EngineRequest] = []  # in order of arrival
         self._running: list[EngineRequest] = []  # in order of arrival: in prefill or decoding
         self._num_submitted = 0
+        self._last_comer = -1  # the last request that came near the queue's head
         self.num_steps = 0
         self.num_prefilled_tokens = 0
         self.num_preemptions = 0
@@ -297,9 +298,13 @@ class Engine:
             self._end(request, "cancelled")
 
     def _keep_warm(self) -> None:
-        """Use what the next in the queue will find, so that it is evicted last."""
-        for request in self._waiting[2 * self.max_running - 1 :: -1]:
+        """What the next in the queue will find is evicted last, and of that the first one's."""
+        near = self._waiting[: 2 * self.max_running]
+        comers = [request for request in near if request._serial > self._last_comer]  # a policy that learns goes by these
+        for request in (*comers, *reversed(near)):
             self.cache.touch(request._key, namespace=request._namespace)
+        if comers:
+            self._last_comer = comers[-1]._serial
 
     def _admit(self) -> None:
         """Hold blocks for those who fit, first come, first served."""
