@@ -300,7 +300,8 @@ class Engine:
     def _keep_warm(self) -> None:
         """What the next in the queue will find is evicted last, and of that the first one's."""
         near = self._waiting[: 2 * self.max_running]
-        comers = [request for request in near if request._serial > self._last_comer]  # a policy that learns goes by these
+        # a policy that learns goes by who came first, LRU by who was touched last
+        comers = [request for request in near if request._serial > self._last_comer]
         for request in (*comers, *reversed(near)):
             self.cache.touch(request._key, namespace=request._namespace)
         if comers:
