@@ -328,9 +328,11 @@ class RadixTree:
     def let_go(self, node: int) -> None:
         """As `release`, of who held `node` only to look, and waits: it is recent now, but no use is counted.
 
-        For a policy that learns, what it learns is the time between uses; see `radixkv.waiting`.
+        For a policy that learns, what it learns is the time between uses; see `radixkv.waiting`. One that wants inner
+        nodes is given them anew, and that is all.
         """
-        if self.learner is not None and self._parents[node] != NO_NODE:
+        # subtle: among inner nodes too, a leaf that is kept from the policy would leave it one that is none
+        if self.learner is not None and not self._every_node and self._parents[node] != NO_NODE:
             if self._waiting is None:
                 self._policy = self._waiting = Waiting(self.learner)
             self._waiting.look(node)

@@ -9,6 +9,7 @@ from radixkv import OutOfBlocksError, PrefixCache, Request
 from radixkv.memory import NEW
 from radixkv.policy import POLICIES
 from radixkv.reuse import Reuse
+from radixkv.ring import Ring
 
 LEARNING = ["reuse", "arc"]
 
@@ -158,6 +159,35 @@ def test_what_lru_would_have_hit_counts_what_waits_too() -> None:
         caches[0].check()
     for real, estimate in shares:
         assert abs(real - estimate) < 0.01
+
+
+def test_a_policy_that_learns_and_has_inner_nodes_is_given_anew_what_waits() -> None:
+    class Recency(Reuse):
+        wants_inner_nodes = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.order = Ring()
+
+        def add(self, leaf: int) -> None:
+            self.order.add(leaf)
+
+        def discard(self, leaf: int) -> None:
+            self.order.discard(leaf)
+
+        def victim(self) -> int:
+            return self.order.first()
+
+        def nodes(self) -> set[int]:
+            return self.order.numbers()
+
+    cache = PrefixCache(12, 1, policy=Recency())
+    for tokens in ([1, 2, 3], [1, 2, 4], [5, 6]):
+        serve(cache, tokens)
+    cache.touch([1, 2, 4])
+    cache.touch([1, 2, 3])
+    assert len(cache.evict(3)) == 3
+    assert cached(cache, [1, 2, 3], [1, 2, 4], [5, 6]) == [3, 2, 0]
 
 
 def check_shadow(policy: Reuse) -> None:
