@@ -61,8 +61,8 @@ class Engine:
         `tokenizer` is needed for text: prompts as strings, stop strings, `stream`. `max_running` requests are computed
         at once, `prefill_chunk` tokens of prompts at a time between two decode steps, so that a long prompt delays
         others by one chunk. `max_context` caps prompt and reply of a request, in tokens (default: what the model and
-        the store can hold). `policy` and `events` are the cache's (see `PrefixCache`). Beside the store, the running requests' KV is held once more, contiguous, a shared prefix
-        once for all.
+        the store can hold). `policy` and `events` are the cache's (see `PrefixCache`). Beside the store, the running
+        requests' KV is held once more, contiguous, a shared prefix once for all.
 
         Raises: ValueError for a model with layers that cannot be served, naming the first; for a store too small for
         one block; for bad values.
