@@ -505,6 +505,50 @@ def test_what_the_next_in_the_queue_will_find_is_evicted_last() -> None:
         assert second.num_cached_tokens == 16
 
 
+class Mirror:
+    """What a router would know, by block: namespace, the block before, tokens."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[Any, int | None, bytes]] = {}
+
+    def attach(self, num_blocks: int, block_size: int, runs: Any) -> None:
+        self.width, self.runs = block_size * 4, runs
+
+    def check_namespace(self, namespace: Any) -> None:
+        pass
+
+    def stored(self, namespace: Any, parent: int | None, tokens: bytes, blocks: Any) -> None:
+        for number, block in enumerate(blocks):
+            assert block not in self.blocks
+            self.blocks[block] = namespace, parent, tokens[number * self.width : (number + 1) * self.width]
+            parent = block
+
+    def removed(self, blocks: Any) -> None:
+        for block in blocks:
+            del self.blocks[block]
+
+    def cleared(self) -> None:
+        self.blocks.clear()
+
+
+def test_a_router_hears_what_the_engine_caches() -> None:
+    rng = random.Random(31)
+    mirror = Mirror()
+    with start(num_blocks=24, events=mirror) as engine:
+        for namespace in (None, "a", "a"):
+            prompts = [tokens(rng, 15) for _ in range(3)]
+            requests = [engine.submit(prompt, Sampling(max_new_tokens=9), namespace=namespace) for prompt in prompts]
+            for request in requests:
+                engine.wait(request)
+            there = Mirror()
+            there.attach(24, SIZE, None)
+            for run in mirror.runs():
+                there.stored(*run)
+            assert mirror.blocks == there.blocks
+            assert len(mirror.blocks) == engine.cache.num_cached_blocks > 0
+        assert engine.cache.stats.evicted_blocks > 0
+
+
 def test_namespaces_share_nothing() -> None:
     asked = tokens(random.Random(18), 20)
     with start() as engine:

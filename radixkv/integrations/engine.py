@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers.cache_utils import Cache
 
-from radixkv.cache import PrefixCache, Request
+from radixkv.cache import EventSink, PrefixCache, Request
 from radixkv.errors import OutOfBlocksError
 from radixkv.integrations.engine_request import EngineRequest, Sampling
 from radixkv.integrations.engine_rows import ATTENTION, PackedRows, PaddedRows, register
@@ -54,14 +54,15 @@ class Engine:
         prefill_chunk: int = 256,
         max_context: int | None = None,
         policy: str | Policy = "lru",
+        events: EventSink | None = None,
     ) -> None:
         """An engine with a KV store of `max_bytes` (see `radixkv.store.parse_bytes`), or of `num_blocks`.
 
         `tokenizer` is needed for text: prompts as strings, stop strings, `stream`. `max_running` requests are computed
         at once, `prefill_chunk` tokens of prompts at a time between two decode steps, so that a long prompt delays
         others by one chunk. `max_context` caps prompt and reply of a request, in tokens (default: what the model and
-        the store can hold). Beside the store, the running requests' KV is held once more, contiguous, a shared prefix
-        once for all.
+        the store can hold). `policy` and `events` are the cache's (see `PrefixCache`). Beside the store, the running
+        requests' KV is held once more, contiguous, a shared prefix once for all.
 
         Raises: ValueError for a model with layers that cannot be served, naming the first; for a store too small for
         one block; for bad values.
@@ -89,7 +90,7 @@ class Engine:
             self.store = KVStore.fitting(max_bytes, block_size, kvs)
         else:
             self.store = KVStore(num_blocks, block_size)
-        self.cache = PrefixCache(self.store.num_blocks, block_size, policy=policy)
+        self.cache = PrefixCache(self.store.num_blocks, block_size, policy=policy, events=events)
         limits = {f"the store has {self.store.num_blocks} blocks of {block_size}": self.store.num_blocks * block_size}
         if max_context is not None:
             limits["max_context"] = max_context
