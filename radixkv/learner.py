@@ -88,4 +88,4 @@ class LearningPolicy(Learner, Protocol):
     def victim(self) -> int: ...
 
     def nodes(self) -> set[int]:
-        """What was added and not discarded, for checks."""
+        """What was added and not discarded: for checks, and when somebody waits for the first time."""

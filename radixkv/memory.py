@@ -12,6 +12,7 @@ from radixkv.ghosts import NO_GHOST, Ghosts
 CLASS_BITS = 8  # a mark is the last use << 8 | the class
 CLASS = (1 << CLASS_BITS) - 1
 NEW = -1  # the mark of a node that nobody used yet, or that is gone
+UNSEEN = ~0  # the tick of what is in use, and was not seen by LRU before
 
 
 class Memory:
@@ -43,7 +44,7 @@ class Memory:
                 column.append(0)
         self._marks[node] = NEW
         self._uses[node] = self._lengths[node] = 0
-        self._seen[node] = ~0
+        self._seen[node] = UNSEEN
 
     def is_new(self, node: int) -> bool:
         return self._marks[node] == NEW

@@ -88,4 +88,6 @@ def make_policy(policy: str | Policy) -> Policy:
     for name in ("add", "discard", "victim"):
         if isinstance(policy, type) or not callable(getattr(policy, name, None)):
             raise TypeError(f"policy must be a name or an object with add, discard and victim, got {policy!r}")
+    if hasattr(policy, "attach") and not callable(getattr(policy, "nodes", None)):
+        raise TypeError(f"a policy that learns must say with nodes() what was added and not discarded, got {policy!r}")
     return policy

@@ -16,7 +16,7 @@ from radixkv.evicted import Place
 from radixkv.hazards import NUM_BINS, NUM_CLASSES, ROW, Hazards, age_bins, class_of
 from radixkv.lazy_heap import LazyHeap
 from radixkv.learner import Arrival
-from radixkv.memory import CLASS, CLASS_BITS, NEW, Memory
+from radixkv.memory import CLASS, CLASS_BITS, NEW, UNSEEN, Memory
 from radixkv.shadow import Guard, ShadowLRU
 from radixkv.tree import BLOCK_BYTES, NO_NODE
 
@@ -165,35 +165,36 @@ class Reuse(Memory):
         path, part, place, key, pos, end, num_asked, room, resumed = arrival
         self._now = self._time + 1
         self._follow, self._emptied = NO_NODE, NEW
-        shadow, marks, all_seen = self._shadow, self._marks, self._seen
+        shadow, marks, ticks = self._shadow, self._marks, self._seen
         shadow.room = self._lru_blocks or room
         depth = start = pos // self._width
         num_lru, left = 0, part
-        mark = seen = NEW
+        mark, tick = NEW, UNSEEN
         num = num_nodes = 0  # of nodes one after the other of which these are the same
         for node in reversed(path):
             if self._holds[node]:
                 break  # in use, so in no danger of eviction, and neither is what is above
-            if marks[node] != mark or all_seen[node] != seen:
-                num_lru += self._use(mark, seen, start, num, num_nodes)
-                mark, seen, num, num_nodes = marks[node], all_seen[node], 0, 0
+            if marks[node] != mark or ticks[node] != tick:
+                self._use(mark, num, num_nodes)
+                num_lru += shadow.take(tick, start, num)
+                mark, tick, num, num_nodes = marks[node], ticks[node], 0, 0
             length = left or self._lengths[node]
             left = 0
-            if seen >= 0:
-                all_seen[node] = ~seen
+            if tick >= 0:
+                ticks[node] = ~tick
             start -= length
             num += length
             num_nodes += round(self._density[node] * length) or 1
-        num_lru += self._use(mark, seen, start, num, num_nodes) + start
+        self._use(mark, num, num_nodes)
+        num_lru += shadow.take(tick, start, num) + start
         if start:
             self._hazards.log.extend((0, 0, 0, start, -1, self._now))
         num_hit = depth
         for ghost, length in () if part else self._ghosts.chain(place, key, pos, end):
-            seen, asked = self._ghost_seen[ghost], self._ghost_asked[ghost]
-            num_lru += shadow.hits(seen, depth, length)
-            if asked < length:
-                num = length - asked
-                self._use(self._ghost_marks[ghost], NEW, depth, num, round(self._ghost_density[ghost] * num) or 1)
+            num_lru += shadow.hits(self._ghost_seen[ghost], depth, length)
+            num_more = length - self._ghost_asked[ghost]
+            if num_more > 0:
+                self._use(self._ghost_marks[ghost], num_more, round(self._ghost_density[ghost] * num_more) or 1)
                 self._ghost_asked[ghost] = length
             depth += length
         if not resumed:
@@ -204,14 +205,12 @@ class Reuse(Memory):
             self._guard.add(self._lookups, num_hit - num_lru, num_asked)
         return depth
 
-    def _use(self, mark: int, seen: int, start: int, num: int, num_nodes: int) -> int:
-        """`num` blocks from block `start` of a path on are used again. Returns how many of them LRU would have."""
-        if not num:
-            return 0
-        used, lesson = mark >> CLASS_BITS, self._lesson
-        counted = lesson - used if used < lesson else 0
-        self._hazards.log.extend((mark & CLASS, counted, self._now - used, num, num_nodes, self._now))
-        return self._shadow.take(seen, start, num)
+    def _use(self, mark: int, num: int, num_nodes: int) -> None:
+        """`num` blocks are used again."""
+        if num:
+            used, lesson = mark >> CLASS_BITS, self._lesson
+            counted = lesson - used if used < lesson else 0
+            self._hazards.log.extend((mark & CLASS, counted, self._now - used, num, num_nodes, self._now))
 
     def look(self, path: list[int], place: Place, key: bytes | bytearray, pos: int, end: int) -> None:
         shadow, seen = self._shadow, self._seen

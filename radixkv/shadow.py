@@ -7,8 +7,8 @@ would be there. No second cache is needed.
 
 
 class ShadowLRU:
-    """Of what no request uses. Exact where requests follow one another, and compute nothing that is there already; else
-    as if a request used its path when it ended. Not thread-safe.
+    """Of what no request uses. Exact where requests follow one another, are whole blocks, and compute nothing that is
+    there already; else as if a request used its path when it ended. Not thread-safe.
 
     A tick of its clock is a use of a path.
     """

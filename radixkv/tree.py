@@ -34,7 +34,7 @@ class Policy(Protocol):
         """`leaf` may be evicted from now on."""
 
     def discard(self, leaf: int, /) -> None:
-        """`leaf` was added, and is held, extended or gone now."""
+        """`leaf` was added, and is held, extended or gone now. With inner nodes, it may be new and held at once."""
 
     def victim(self) -> int:
         """The leaf to evict from next; it stays added until it is discarded. Only called where there is one."""
@@ -314,7 +314,8 @@ class RadixTree:
     def look_again(self, name: Name, node: int, serial: int, key: bytes, pos: int) -> bool:
         """As `look`, which returned `node`, of that serial then, for a policy that learns. O(1).
 
-        False, and nothing is changed, where the match does not end there any more, or `node` was used meanwhile.
+        False, and nothing is changed, where the match does not end there any more, or `node` was used meanwhile. Not
+        after `drop`.
         """
         family = self._children.get(self.root(name) if node == NO_NODE else node, {})
         if key[pos : pos + self.width] in family:
@@ -621,6 +622,8 @@ class RadixTree:
         if hasattr(self._policy, "nodes"):
             added = self._policy.nodes()
             assert added == evictable, f"the policy has nodes {added - evictable} too many, {evictable - added} too few"
+        if self._waiting is not None:
+            self._waiting.check(set(self._edges))
         return owned
 
     def _check_holds(self, node: int, holds: Mapping[int, int], where: str) -> None:

@@ -38,8 +38,10 @@ class Waiting:
             self._policy.discard(leaf)
 
     def victim(self) -> int:
-        while not self._num_offered:
-            self._give_back(self._looks.popitem()[0])
+        if not self._num_offered:
+            latest = next(node for node in reversed(self._looks) if node in self._withheld)
+            del self._looks[latest]
+            self._give_back(latest)
         return self._policy.victim()
 
     def nodes(self) -> set[int]:
@@ -47,7 +49,7 @@ class Waiting:
         return self._policy.nodes() | self._withheld
 
     def look(self, node: int) -> None:
-        """Somebody waits for `node`, which must not be evictable now, or be waited for already."""
+        """Somebody waits for `node`, which is held now, unless it is waited for already."""
         self._looks[node] = self._num_cached
 
     def is_waited_for(self, node: int) -> bool:
@@ -71,6 +73,13 @@ class Waiting:
             for node in [node for node, then in self._looks.items() if self._num_cached - then > num_in_all]:
                 del self._looks[node]
                 self._give_back(node)
+
+    def check(self, nodes: set[int]) -> None:
+        """Prove that what is waited for is among `nodes`, and what is withheld too. Raises: AssertionError."""
+        assert self._looks.keys() <= nodes, f"nodes {self._looks.keys() - nodes} are waited for, but gone"
+        assert self._withheld <= self._looks.keys(), f"leaves {self._withheld - self._looks.keys()} are withheld"
+        num = len(self._policy.nodes())
+        assert num == self._num_offered, f"the policy has {num} leaves, but {self._num_offered} were offered"
 
     def _give_back(self, node: int) -> None:
         if node in self._withheld:

@@ -6,6 +6,7 @@ from collections import Counter, deque
 import pytest
 
 from radixkv import OutOfBlocksError, PrefixCache, Request
+from radixkv.arc import ARC
 from radixkv.memory import NEW
 from radixkv.policy import POLICIES
 from radixkv.reuse import Reuse
@@ -256,3 +257,11 @@ def test_requests_of_less_than_a_block_leave_nothing_behind() -> None:
         serve(cache, [token])
     assert isinstance(cache.policy, Reuse)
     assert len(cache.policy._shadow._num_last) <= 1
+
+
+def test_a_policy_that_learns_and_cannot_say_what_it_has_is_refused() -> None:
+    class Mute(ARC):
+        nodes = None  # type: ignore[assignment]
+
+    with pytest.raises(TypeError, match=r"must say with nodes\(\) what was added"):
+        PrefixCache(8, policy=Mute())

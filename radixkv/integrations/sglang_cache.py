@@ -112,10 +112,10 @@ class RadixKVCache(BasePrefixCache):
         return not self.disable
 
     def supports_fast_match_prefix(self) -> bool:
-        """Whether every prompt that waits is to be matched in this pass; SGLang asks before each.
+        """Whether every prompt that waits is to be matched in this pass; SGLang asks for reports of load too.
 
-        So a policy that learns knows of all that wait. Where more wait than 128, not in every pass: 128 matches a pass
-        on the average, as many as SGLang makes itself at most.
+        So a policy that learns knows of all that wait. Where more wait than 128, not in every pass: some 128 matches a
+        time that it asks, as many as SGLang makes itself at most.
         """
         if self._tree.learner is None:
             return False
@@ -412,7 +412,7 @@ class RadixKVCache(BasePrefixCache):
         tree = self._tree
         if tree.learner is None or last.tree is not tree or last.num_uses != tree.num_uses or last.key is None:
             return False
-        pos = len(last.key)
+        pos = len(last.key)  # at the end of what is asked for, more may be cached that was not found then
         ended_there = pos < min(last.end, len(packed)) and last.name == name and packed.startswith(last.key)
         return ended_there and tree.look_again(name, last.node, last.serial, packed, pos)
 
