@@ -504,7 +504,7 @@ def test_looking_is_no_use_but_keeps(policy: str) -> None:
 
     for look in (matched, locked):
         loop, lru = run_agents(policy, look), run_agents("lru", look)
-        assert min(loop.num_hit_tokens, lru.num_hit_tokens) > 53_000  # all but what does not fit
+        assert min(loop.num_hit_tokens, lru.num_hit_tokens) > 52_500  # all but what does not fit
         if policy == "reuse":
             stats = loop.cache.policy.stats
             assert stats.lookups == 600
